@@ -1,0 +1,37 @@
+"""stars_fast: Jacobian regularisation of looped language models, exact and fast.
+
+The public names load on first use, so that `import stars_fast` (and the help of the command
+line) costs nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stars_fast.analysis.spectrum import spectral_radius
+    from stars_fast.dual.explain import explain
+    from stars_fast.dual.tensor import Dual
+    from stars_fast.jsrr import fused_jsrr, fused_jvp
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Dual": "stars_fast.dual.tensor",
+    "explain": "stars_fast.dual.explain",
+    "fused_jsrr": "stars_fast.jsrr",
+    "fused_jvp": "stars_fast.jsrr",
+    "spectral_radius": "stars_fast.analysis.spectrum",
+}
+
+__all__ = ["Dual", "__version__", "explain", "fused_jsrr", "fused_jvp", "spectral_radius"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
