@@ -1,0 +1,167 @@
+"""The looped language model: prelude, a shared block applied for any number of turns, coda, head.
+
+    logits = head(coda(block^turns(prelude(tokens))))
+
+Shapes: B batch, S tokens, D model width, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stars_fast.models.gpt import ACTIVATIONS, NORMS, PLACEMENTS, GPTBlock, make_norm
+
+
+@dataclass
+class LoopedConfig:
+    """Sizes and layout of a `LoopedLM`; the defaults are the paper's addition model.
+
+    vocab_size, max_length: number of token ids, and the longest sequence (learned positions).
+    d_model, n_heads, d_ff: width, attention heads (must divide the width), MLP width.
+    n_layers: layers in the shared block; n_prelude, n_coda: layers with weights of their own
+        before the first turn and after the last.
+    placement: "pre", "post", "pre-sandwich" or "post-sandwich".
+    norm: "layernorm", "rmsnorm" or "simplenorm". activation: "gelu", "relu" or "silu".
+    dropout: probability in [0, 1) on embeddings and on each sub-layer's output.
+
+    Raises ValueError that names the first field that is out of range.
+    """
+
+    vocab_size: int
+    max_length: int
+    d_model: int = 512
+    n_heads: int = 8
+    d_ff: int = 1024
+    n_layers: int = 1
+    n_prelude: int = 0
+    n_coda: int = 0
+    placement: str = "post-sandwich"
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_length", "d_model", "n_heads", "d_ff", "n_layers"):
+            _check_integer(name, getattr(self, name), 1)
+        for name in ("n_prelude", "n_coda"):
+            _check_integer(name, getattr(self, name), 0)
+        if self.d_model % self.n_heads:
+            raise ValueError(
+                f"n_heads must divide d_model, got n_heads={self.n_heads}, d_model={self.d_model}"
+            )
+        for name, choices in (
+            ("placement", PLACEMENTS),
+            ("norm", NORMS),
+            ("activation", tuple(ACTIVATIONS)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+
+
+class LoopedLM(nn.Module):
+    """A looped decoder-only language model with learned positions and a tied head.
+
+    `block` is the shared map of one turn, h [B, S, D] -> [B, S, D], causal inside; hand it to
+    `stars_fast.fused_jsrr` as it is. For the placements that leave the residual stream
+    un-normed ("pre", "pre-sandwich") the head starts with a closing norm.
+    """
+
+    def __init__(self, config: LoopedConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = nn.Embedding(config.max_length, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+        self.prelude_layers = _layers(config, config.n_prelude)
+        self.block = _layers(config, config.n_layers)
+        self.coda_layers = _layers(config, config.n_coda)
+        closes = config.placement in ("pre", "pre-sandwich")
+        self.norm = make_norm(config.norm, config.d_model) if closes else nn.Identity()
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        """GPT-2's: normal with std 0.02, zero biases, residual outputs down by sqrt(2 layers)."""
+        layers = self.config.n_prelude + self.config.n_layers + self.config.n_coda
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                std = 0.02 / math.sqrt(2 * layers) if name.endswith(".out") else 0.02
+                nn.init.normal_(module.weight, std=std)
+            if isinstance(module, nn.Linear):
+                nn.init.zeros_(module.bias)
+
+    def prelude(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, S] int64 -> h^(0) [B, S, D].
+
+        Raises ValueError if `tokens` is not a two-dimensional int64 tensor or is longer than
+        `config.max_length`.
+        """
+        if tokens.dim() != 2 or tokens.dtype != torch.int64:
+            raise ValueError(
+                f"tokens must be [B, S] int64, got {list(tokens.shape)} {tokens.dtype}"
+            )
+        if tokens.shape[1] > self.config.max_length:
+            raise ValueError(
+                f"tokens must be at most max_length={self.config.max_length} long, "
+                f"got {tokens.shape[1]}"
+            )
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.prelude_layers(self.dropout(self.tokens(tokens) + self.positions(positions)))
+
+    def coda(self, h: Tensor) -> Tensor:
+        """h after the last turn [B, S, D] -> [B, S, D]; the identity without coda layers."""
+        return self.coda_layers(h)
+
+    def head(self, h: Tensor) -> Tensor:
+        """h [B, S, D] -> logits [B, S, V], with the token embedding as its weight."""
+        return F.linear(self.norm(h), self.tokens.weight)
+
+    def forward(self, tokens: Tensor, turns: int) -> Tensor:
+        """Logits [B, S, V] of token ids [B, S] int64 after `turns` >= 1 turns of the block.
+
+        Raises ValueError as `prelude`, and if `turns` is not a positive integer.
+        """
+        _check_integer("turns", turns, 1)
+        h = self.prelude(tokens)
+        for _ in range(turns):
+            h = self.block(h)
+        return self.head(self.coda(h))
+
+    def states(self, tokens: Tensor, turns: int) -> list[Tensor]:
+        """[h^(0), ..., h^(turns)], each [B, S, D]: the prelude's output, then each turn's.
+
+        Raises ValueError as `forward`.
+        """
+        _check_integer("turns", turns, 1)
+        states = [self.prelude(tokens)]
+        for _ in range(turns):
+            states.append(self.block(states[-1]))
+        return states
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, turns: int, max_new_tokens: int, stop: int | None = None
+    ) -> Tensor:
+        """Greedy continuation of prompts of one length, with `turns` turns for every new token.
+
+        Takes token ids [B, S] int64 and returns [B, S + N] int64, N <= `max_new_tokens`; every
+        place after a row's first new `stop` token holds `stop`, and generation ends once all
+        rows have one.
+        """
+        for _ in range(max_new_tokens):
+            new = self(tokens, turns)[:, -1].argmax(-1)
+            tokens = torch.cat([tokens, new[:, None]], dim=1)
+        return tokens
+
+
+def _layers(config: LoopedConfig, count: int) -> nn.Sequential:
+    return nn.Sequential(*(GPTBlock(config) for _ in range(count)))
+
+
+def _check_integer(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
