@@ -67,8 +67,7 @@ class LoopedLM(nn.Module):
     """A looped decoder-only language model with learned positions and a tied head.
 
     `block` is the shared map of one turn, h [B, S, D] -> [B, S, D], causal inside; hand it to
-    `stars_fast.fused_jsrr` as it is. For the placements that leave the residual stream
-    un-normed ("pre", "pre-sandwich") the head starts with a closing norm.
+    `stars_fast.fused_jsrr` as it is. The head is a closing norm and the tied projection.
     """
 
     def __init__(self, config: LoopedConfig) -> None:
@@ -80,8 +79,7 @@ class LoopedLM(nn.Module):
         self.prelude_layers = _layers(config, config.n_prelude)
         self.block = _layers(config, config.n_layers)
         self.coda_layers = _layers(config, config.n_coda)
-        closes = config.placement in ("pre", "pre-sandwich")
-        self.norm = make_norm(config.norm, config.d_model) if closes else nn.Identity()
+        self.norm = make_norm(config.norm, config.d_model)
         self._init_weights()
 
     def _init_weights(self) -> None:
