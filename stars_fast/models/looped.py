@@ -98,15 +98,7 @@ class LoopedLM(nn.Module):
         Raises ValueError if `tokens` is not a two-dimensional int64 tensor or is longer than
         `config.max_length`.
         """
-        if tokens.dim() != 2 or tokens.dtype != torch.int64:
-            raise ValueError(
-                f"tokens must be [B, S] int64, got {list(tokens.shape)} {tokens.dtype}"
-            )
-        if tokens.shape[1] > self.config.max_length:
-            raise ValueError(
-                f"tokens must be at most max_length={self.config.max_length} long, "
-                f"got {tokens.shape[1]}"
-            )
+        _check_tokens(tokens, self.config.max_length)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.prelude_layers(self.dropout(self.tokens(tokens) + self.positions(positions)))
 
@@ -142,18 +134,65 @@ class LoopedLM(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, tokens: Tensor, turns: int, max_new_tokens: int, stop: int | None = None
+        self,
+        tokens: Tensor,
+        turns: int,
+        max_new_tokens: int,
+        stop: int | None = None,
+        *,
+        lengths: Tensor | None = None,
+        pad: int = 0,
     ) -> Tensor:
-        """Greedy continuation of prompts of one length, with `turns` turns for every new token.
+        """Greedy continuation of a batch of prompts, `turns` turns for every new token.
 
-        Takes token ids [B, S] int64 and returns [B, S + N] int64, N <= `max_new_tokens`; every
-        place after a row's first new `stop` token holds `stop`, and generation ends once all
-        rows have one.
+        tokens: prompts [B, S] int64, right-padded where their lengths differ.
+        lengths: [B] int64, each prompt's real length in 1..S (default: all S). The model is
+            causal, so what stands right of a prompt cannot reach it.
+        stop: generation of a row ends with this token, and altogether once every row has one.
+
+        Returns [B, S + N] int64, N <= `max_new_tokens`: each row is its prompt, directly after it
+        the new tokens, then `pad`. Dropout is off, whatever mode the model is in.
+
+        Raises ValueError as `forward`, if `max_new_tokens` is not positive, if `lengths` does
+        not fit `tokens`, or if the longest row would need more than `max_length` positions.
         """
-        for _ in range(max_new_tokens):
-            new = self(tokens, turns)[:, -1].argmax(-1)
-            tokens = torch.cat([tokens, new[:, None]], dim=1)
-        return tokens
+        _check_integer("turns", turns, 1)
+        _check_integer("max_new_tokens", max_new_tokens, 1)
+        _check_tokens(tokens, self.config.max_length)
+        B, S = tokens.shape
+        if lengths is None:
+            lengths = torch.full((B,), S, device=tokens.device)
+        if lengths.shape != (B,) or lengths.dtype != torch.int64:
+            raise ValueError(
+                f"lengths must be [{B}] int64, got {list(lengths.shape)} {lengths.dtype}"
+            )
+        if int(lengths.min()) < 1 or int(lengths.max()) > S:
+            raise ValueError(f"lengths must be in 1..{S}, got {lengths.tolist()}")
+        longest = int(lengths.max())
+        if longest + max_new_tokens - 1 > self.config.max_length:
+            raise ValueError(
+                f"max_new_tokens must be at most {self.config.max_length + 1 - longest} after a "
+                f"prompt of {longest} with max_length={self.config.max_length}, "
+                f"got {max_new_tokens}"
+            )
+        was_training = self.training
+        self.eval()
+        rows = torch.arange(B, device=tokens.device)
+        columns = torch.arange(S + max_new_tokens, device=tokens.device)
+        out = F.pad(tokens, (0, max_new_tokens), value=pad)
+        out = out.masked_fill(columns >= lengths[:, None], pad)
+        done = torch.zeros(B, dtype=torch.bool, device=tokens.device)
+        made = 0
+        while made < max_new_tokens and not done.all():
+            ends = lengths + made
+            logits = self(out[:, : longest + made], turns)[rows, ends - 1]
+            new = torch.where(done, pad, logits.argmax(-1))
+            out[rows, ends] = new
+            made += 1
+            if stop is not None:
+                done |= new == stop
+        self.train(was_training)
+        return out[:, : S + made]
 
 
 def _layers(config: LoopedConfig, count: int) -> nn.Sequential:
@@ -163,3 +202,12 @@ def _layers(config: LoopedConfig, count: int) -> nn.Sequential:
 def _check_integer(name: str, value: int, low: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+
+
+def _check_tokens(tokens: Tensor, max_length: int) -> None:
+    if tokens.dim() != 2 or tokens.dtype != torch.int64:
+        raise ValueError(f"tokens must be [B, S] int64, got {list(tokens.shape)} {tokens.dtype}")
+    if tokens.shape[1] > max_length:
+        raise ValueError(
+            f"tokens must be at most max_length={max_length} long, got {tokens.shape[1]}"
+        )
