@@ -1,7 +1,7 @@
 """How many turns each micro-batch gets: the clipped depth laws of the paper.
 
-Depth is a pure function of (seed, step, micro-batch), so every rank draws the same one and a
-resumed run repeats the same ones.
+A depth is a pure function of (seed, step, micro-batch), so every rank draws the same one without
+talking to the others, and a resumed run repeats the same ones without saving a generator.
 """
 
 import math
@@ -18,9 +18,17 @@ LAWS = ("lognormal", "poisson", "uniform", "fixed")
 class DepthLaw:
     """A law of the number of turns, an integer in [low, high].
 
-    lognormal: exp(mu + sigma z), rounded to the nearest integer, then clipped.
-    poisson: Poisson(rate), clipped. uniform: each integer of [low, high] alike.
-    fixed: always `value`.
+    law:
+        "lognormal": exp(mu + sigma z), z standard normal, rounded to the nearest integer and then
+            clipped to [low, high]. (Rounding is what the published code does; mu 1.7, sigma 0.4,
+            [1, 16] then has the mean of 5.92 turns that the paper states.)
+        "poisson": a Poisson draw with mean `rate`, clipped to [low, high].
+        "uniform": every integer from low to high, both included, alike.
+        "fixed": always `value`.
+    stratified: the micro-batches of one step get depths from different strata of the law, so that
+        a step's mean depth varies less; each one alone still follows the law exactly.
+
+    Raises ValueError that names the first field that is out of range.
     """
 
     law: str = "lognormal"
@@ -32,38 +40,81 @@ class DepthLaw:
     high: int = 16
     stratified: bool = False
 
+    def __post_init__(self) -> None:
+        if self.law not in LAWS:
+            raise ValueError(f"law must be one of {LAWS}, got {self.law!r}")
+        for name in ("low", "high", "value"):
+            _check_integer(name, getattr(self, name), 1)
+        if self.high < self.low:
+            raise ValueError(f"high must be at least low={self.low}, got {self.high}")
+        if not math.isfinite(self.mu):
+            raise ValueError(f"mu must be finite, got {self.mu!r}")
+        for name in ("sigma", "rate"):
+            number = getattr(self, name)
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} must be positive and finite, got {number!r}")
+        if self.law == "fixed" and not self.low <= self.value <= self.high:
+            raise ValueError(
+                f"value must be in [low, high] = [{self.low}, {self.high}], got {self.value}"
+            )
+
     @cached_property
-    def _pmf(self) -> np.ndarray:
-        """Probability of each depth 0..high."""
-        depth = np.arange(self.high + 1)
-        if self.law == "fixed":
-            return (depth == min(max(self.value, self.low), self.high)).astype(float)
-        if self.law == "uniform":
-            return (depth >= self.low) / (self.high - self.low + 1)
-        if self.law == "poisson":
-            upper = stats.poisson.cdf(depth, self.rate)
+    def _cumulative(self) -> np.ndarray:
+        """P(depth <= k) for k = 0..high."""
+        k = np.arange(self.high + 1)
+        if self.law == "lognormal":
+            below = stats.norm.cdf((np.log(k + 0.5) - self.mu) / self.sigma)
+        elif self.law == "poisson":
+            below = stats.poisson.cdf(k, self.rate)
+        elif self.law == "uniform":
+            below = (k - self.low + 1) / (self.high - self.low + 1)
         else:
-            upper = stats.norm.cdf((np.log(depth + 0.5) - self.mu) / self.sigma)
-        upper = np.where(depth < self.low, 0.0, upper)
-        upper[-1] = 1.0
-        return np.diff(upper, prepend=0.0)
+            below = (k >= self.value).astype(float)
+        below = np.where(k < self.low, 0.0, below)
+        below[-1] = 1.0
+        return below
 
     def pmf(self, depth: int) -> float:
-        """Probability of `depth` turns."""
-        return float(self._pmf[depth]) if 0 <= depth <= self.high else 0.0
+        """Probability of exactly `depth` turns, clipping included."""
+        if not self.low <= depth <= self.high:
+            return 0.0
+        return float(self._cumulative[depth] - self._cumulative[depth - 1])
 
     def mean(self) -> float:
         """Exact mean of the clipped law, in turns."""
-        return float(self._pmf @ np.arange(self.high + 1))
+        return float(1 + np.sum(1 - self._cumulative[1:]))
 
     def quantile(self, u: float) -> int:
-        """Smallest depth whose cumulative probability exceeds `u` in [0, 1)."""
-        return min(int(np.searchsorted(np.cumsum(self._pmf), u, side="right")), self.high)
+        """Smallest depth with P(depth' <= depth) > u, for u in [0, 1).
+
+        Raises ValueError for another `u`.
+        """
+        if not 0 <= u < 1:
+            raise ValueError(f"u must be in [0, 1), got {u!r}")
+        return int(np.searchsorted(self._cumulative, u, side="right"))
 
     def sample(self, seed: int, step: int, micro: int = 0, window: int = 1) -> int:
-        """The number of turns of micro-batch `micro` of the `window` ones of step `step`."""
-        rng = np.random.Generator(np.random.Philox(key=[seed, step]))
+        """Turns of micro-batch `micro` of the `window` micro-batches of optimiser step `step`.
+
+        A pure function of its arguments: the uniforms of a step are the Philox stream with key
+        (seed, step). Stratified, micro-batch j takes the stratum p(j) of `window` equal ones, p a
+        random permutation: u_j = (p(j) + U_j) / window is uniform by itself.
+
+        Raises ValueError if `seed` or `step` is negative, or `micro` is not in 0..window-1.
+        """
+        _check_integer("seed", seed, 0)
+        _check_integer("step", step, 0)
+        _check_integer("window", window, 1)
+        _check_integer("micro", micro, 0)
+        if micro >= window:
+            raise ValueError(f"micro must be below window={window}, got {micro}")
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
         u = rng.random(window)
         if self.stratified:
             u = (rng.permutation(window) + u) / window
         return self.quantile(float(u[micro]))
+
+
+def _check_integer(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")

@@ -1,0 +1,167 @@
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from stars_fast.training.depth import DepthLaw
+
+LAWS = {
+    "ouro": DepthLaw("lognormal", mu=1.7, sigma=0.4, low=1, high=16),
+    "addition": DepthLaw("lognormal", mu=2.0, sigma=0.7, low=1, high=100),
+    "lognormal-2.62": DepthLaw("lognormal", mu=2.62, sigma=0.6, low=1, high=40),
+    "lognormal-3.2": DepthLaw("lognormal", mu=3.2, sigma=0.45, low=1, high=80),
+    "lognormal-low-3": DepthLaw("lognormal", mu=1.0, sigma=0.8, low=3, high=6),
+    "poisson-5": DepthLaw("poisson", rate=5.0, low=1, high=30),
+    "poisson-10": DepthLaw("poisson", rate=10.0, low=1, high=30),
+    "uniform-10": DepthLaw("uniform", low=1, high=10),
+    "uniform-2-7": DepthLaw("uniform", low=2, high=7),
+    "fixed": DepthLaw("fixed", value=4),
+}
+each_law = pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+
+
+def drawn_directly(law, count):
+    """The law's definition with another generator: draw, round, clip."""
+    rng = np.random.default_rng(7)
+    if law.law == "lognormal":
+        draws = np.round(np.exp(law.mu + law.sigma * rng.standard_normal(count)))
+    elif law.law == "poisson":
+        draws = rng.poisson(law.rate, count)
+    elif law.law == "uniform":
+        draws = rng.integers(law.low, law.high + 1, count)
+    else:
+        draws = np.full(count, law.value)
+    return np.clip(draws, law.low, law.high).astype(int)
+
+
+def agrees_with_pmf(law, draws):
+    """Chi-square of the draws against the pmf, cells with fewer than five expected merged."""
+    depths = np.arange(law.high + 1)
+    expected = np.array([law.pmf(k) for k in depths.tolist()]) * len(draws)
+    observed = np.bincount(draws, minlength=law.high + 1)
+    assert observed[expected == 0].sum() == 0
+    if (expected > 0).sum() == 1:
+        return
+    common = expected >= 5
+    expected = np.append(expected[common], expected[~common].sum())
+    observed = np.append(observed[common], observed[~common].sum())
+    kept = expected > 0
+    # One in ten thousand: with fixed seeds the test either always passes or never.
+    assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-4
+
+
+@each_law
+def test_pmf_is_the_law_drawn_directly(law):
+    agrees_with_pmf(law, drawn_directly(law, 50_000))
+    assert sum(law.pmf(k) for k in range(-1, law.high + 2)) == pytest.approx(1, abs=1e-12)
+
+
+@each_law
+def test_mean_is_the_mean_of_the_pmf(law):
+    assert law.mean() == pytest.approx(sum(k * law.pmf(k) for k in range(1, law.high + 1)))
+
+
+def test_the_papers_mean_depth():
+    assert LAWS["ouro"].mean() == pytest.approx(5.92, abs=0.005)
+
+
+@each_law
+def test_samples_follow_the_pmf(law):
+    agrees_with_pmf(law, np.array([law.sample(3, step) for step in range(4000)]))
+
+
+@pytest.mark.parametrize("micro", [0, 3])
+@pytest.mark.parametrize("name", ["ouro", "poisson-5", "uniform-10"])
+def test_stratified_has_the_same_marginal_law(name, micro):
+    law = DepthLaw(**(asdict(LAWS[name]) | {"stratified": True}))
+    agrees_with_pmf(law, np.array([law.sample(5, step, micro, 4) for step in range(4000)]))
+
+
+def test_stratified_window_holds_one_draw_of_every_stratum():
+    law = DepthLaw("uniform", low=1, high=8, stratified=True)
+    orders = set()
+    for step in range(50):
+        depths = tuple(law.sample(0, step, micro, 8) for micro in range(8))
+        assert sorted(depths) == list(range(1, 9))
+        orders.add(depths)
+    assert len(orders) == 50
+
+
+def test_stratified_steps_vary_less():
+    def spread(stratified):
+        law = DepthLaw(stratified=stratified)
+        return np.std([np.mean([law.sample(0, s, m, 8) for m in range(8)]) for s in range(200)])
+
+    assert spread(True) < 0.5 * spread(False)
+
+
+@pytest.mark.parametrize("stratified", [False, True])
+def test_pure_function_across_processes_and_call_orders(stratified):
+    law = DepthLaw(stratified=stratified)
+    arguments = [(seed, step, micro, 4) for seed in (0, 9) for step in (0, 5) for micro in range(4)]
+    here = [law.sample(*a) for a in reversed(arguments)][::-1]
+    program = (
+        "import json; from stars_fast.training.depth import DepthLaw;"
+        f"print(json.dumps([DepthLaw(stratified={stratified}).sample(*a) for a in {arguments}]))"
+    )
+    there = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert json.loads(there.stdout) == here
+    assert len(set(here)) > 1
+
+
+def test_seeds_and_steps_are_different_streams():
+    law = DepthLaw("uniform", low=1, high=1000)
+    draws = {law.sample(seed, step, m, 2) for seed in (1, 2) for step in (1, 2) for m in (0, 1)}
+    assert len(draws) == 8
+
+
+def test_quantile_inverts_the_cumulative_law():
+    law = LAWS["ouro"]
+    below = 0.0
+    for depth in range(1, law.high + 1):
+        above = below + law.pmf(depth)
+        assert law.quantile((below + above) / 2) == depth
+        below = above
+    assert law.quantile(np.nextafter(1, 0)) == law.high
+    assert law.quantile(0.0) == law.low
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"law": "normal"}, r"law must be one of .* got 'normal'"),
+        ({"low": 0}, "low must be an integer >= 1, got 0"),
+        ({"high": 2.5}, "high must be an integer >= 1, got 2.5"),
+        ({"low": 5, "high": 4}, "high must be at least low=5, got 4"),
+        ({"sigma": 0.0}, "sigma must be positive and finite, got 0.0"),
+        ({"law": "poisson", "rate": -1.0}, "rate must be positive and finite, got -1.0"),
+        ({"mu": float("nan")}, "mu must be finite, got nan"),
+        ({"law": "fixed", "value": 20}, r"value must be in \[low, high\] = \[1, 16\], got 20"),
+    ],
+)
+def test_config_errors(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DepthLaw(**fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 0), "seed must be an integer >= 0, got -1"),
+        ((0, -1), "step must be an integer >= 0, got -1"),
+        ((0, 0, 4, 4), "micro must be below window=4, got 4"),
+        ((0, 0, 0, 0), "window must be an integer >= 1, got 0"),
+    ],
+)
+def test_sample_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        DepthLaw().sample(*arguments)
+
+
+def test_quantile_error():
+    with pytest.raises(ValueError, match=r"u must be in \[0, 1\), got 1.0"):
+        DepthLaw().quantile(1.0)
