@@ -1,28 +1,42 @@
 """The paper's addition task: n-digit sums as token sequences, the answer's digits reversed.
 
-A sample is `a + b =`, the digits of the answer from the lowest to the highest, and an end token.
+`1750 + 4733 = 6483` is the sequence `1750+4733=3846$`: reversed, each answer digit depends on
+digits already in view and on one carry. `$` is the end token; sums of n digits, which are one
+shorter than those of n + 1, get one pad `_` on the right. The loss falls on the answer and the
+end token only.
 """
 
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 IGNORE = -100
+"""Target where there is no loss (the default `ignore_index` of PyTorch's cross-entropy)."""
 
-
-class Batch(NamedTuple):
-    """tokens [B, S] int64; targets [B, S] int64, -100 where no loss; mask [B, S] bool."""
-
-    tokens: Tensor
-    targets: Tensor
-    mask: Tensor
+MAX_DIGITS = 9
 
 
 @dataclass
 class AdditionConfig:
+    """Which sums to train and to test on.
+
+    digits: digits of both operands, 1 to 9; 4 means 1000 to 9999.
+    train_samples, test_samples: how many sums; from a file, at most its first so many.
+    seed: of the generated sums (not of the batch order).
+    train_file, test_file: JSONL to read instead of generating, one sum a line:
+        {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}
+
+    Raises ValueError that names the first field that is out of range, or if more sums are asked
+    for than exist.
+    """
+
     digits: int = 4
     train_samples: int = 100_000
     test_samples: int = 1_000
@@ -30,68 +44,227 @@ class AdditionConfig:
     train_file: str | None = None
     test_file: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, low in (("digits", 1), ("train_samples", 1), ("test_samples", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+        if self.digits > MAX_DIGITS:
+            raise ValueError(f"digits must be at most {MAX_DIGITS}, got {self.digits}")
+
 
 class AdditionTokenizer:
-    """Digits 0..9 are themselves, then `+`, `=`, end and pad."""
+    """One token a character: the ten digits, `+`, `=`, `$` (end) and `_` (pad)."""
 
+    alphabet = "0123456789+=$_"
+    vocab_size = len(alphabet)
     plus_id, equals_id, end_id, pad_id = 10, 11, 12, 13
-    vocab_size = 14
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; ValueError for a character outside the alphabet."""
+        unknown = sorted(set(text) - set(self.alphabet))
+        if unknown:
+            raise ValueError(f"text must use only {self.alphabet!r}, got {unknown}")
+        return [self.alphabet.index(character) for character in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of token ids; ValueError for an id outside the vocabulary."""
+        ids = [int(i) for i in ids]
+        unknown = sorted({i for i in ids if not 0 <= i < self.vocab_size})
+        if unknown:
+            raise ValueError(f"ids must be in 0..{self.vocab_size - 1}, got {unknown}")
+        return "".join(self.alphabet[i] for i in ids)
+
+
+class Batch(NamedTuple):
+    """Model inputs and what to predict from each, [B, S] all three."""
+
+    tokens: Tensor
+    """int64 token ids, right-padded."""
+    targets: Tensor
+    """int64 ids of the next tokens, -100 where there is no loss."""
+    mask: Tensor
+    """bool, True where `tokens` is a real token and not a pad."""
 
 
 class AdditionData:
-    """Encoded train and test sums."""
+    """The train and test sums of a configuration, encoded; no test sum is a training sum.
+
+    `train` and `test` are [N, 3 digits + 4] int64, `train_pairs` and `test_pairs` the operands
+    [N, 2] int64. `max_length` is the length of a batch. (a, b) and (b, a) count as two sums.
+
+    Raises ValueError if the files share sums, if a line of a file is bad, or if there are not
+    enough different sums.
+    """
 
     def __init__(self, config: AdditionConfig) -> None:
         self.config = config
         self.tokenizer = AdditionTokenizer()
-        n = config.digits
-        rng = np.random.default_rng(config.seed)
-        low, count = 10 ** (n - 1), 9 * 10 ** (n - 1)
-        want = config.train_samples + config.test_samples
-        index = rng.choice(count * count, want, replace=False)
-        pairs = np.stack([low + index // count, low + index % count], axis=1)
-        self.test = self._encode(pairs[: config.test_samples])
-        self.train = self._encode(pairs[config.test_samples :])
-        self.max_length = 3 * n + 3
-
-    def _encode(self, pairs: np.ndarray) -> Tensor:
-        n = self.config.digits
-        t = self.tokenizer
-        powers = 10 ** np.arange(n + 1)
-        a, b = pairs[:, :1], pairs[:, 1:]
-        answer = (a + b) // powers % 10
-        long = (a + b)[:, 0] >= 10**n
-        answer[~long, n] = t.end_id
-        full = np.full((len(pairs), 1), 0)
-        seq = np.concatenate(
-            [
-                a // powers[:n][::-1] % 10,
-                full + t.plus_id,
-                b // powers[:n][::-1] % 10,
-                full + t.equals_id,
-                answer,
-                np.where(long[:, None], t.end_id, t.pad_id),
-            ],
-            axis=1,
-        )
-        return torch.from_numpy(seq)
+        self.max_length = 3 * config.digits + 3
+        train, test = _pairs(config)
+        self.train_pairs, self.test_pairs = train, test
+        self.train = encode_sums(train, config.digits)
+        self.test = encode_sums(test, config.digits)
 
     def batch(self, split: str, indices: Tensor) -> Batch:
-        seq = getattr(self, split)[indices]
-        tokens, targets = seq[:, :-1], seq[:, 1:].clone()
-        targets[:, : 2 * self.config.digits + 1] = IGNORE
-        targets[targets == self.tokenizer.pad_id] = IGNORE
+        """The sums of `split` ("train" or "test") at `indices` [B] int64, as a `Batch`.
+
+        S = `max_length` always, so shapes never change. Raises ValueError for another split.
+        """
+        if split not in ("train", "test"):
+            raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+        sequences = (self.train if split == "train" else self.test)[indices]
+        tokens, targets = sequences[:, :-1], sequences[:, 1:]
+        first = 2 * self.config.digits + 1  # the place of `=`, which predicts the answer
+        silent = torch.arange(self.max_length) < first
+        targets = targets.masked_fill(silent | (targets == self.tokenizer.pad_id), IGNORE)
         return Batch(tokens, targets, tokens != self.tokenizer.pad_id)
 
 
+def encode_sums(pairs: np.ndarray, digits: int) -> Tensor:
+    """Operands [N, 2] of `digits` digits each -> token sequences [N, 3 digits + 4] int64."""
+    tokenizer = AdditionTokenizer
+    a, b = pairs[:, :1], pairs[:, 1:]
+    powers = 10 ** np.arange(digits + 1)
+    answer = (a + b) // powers % 10
+    has_carry = a + b >= 10**digits
+    answer[:, digits:] = np.where(has_carry, 1, tokenizer.end_id)
+    columns = (
+        a // powers[digits - 1 :: -1] % 10,
+        np.full_like(a, tokenizer.plus_id),
+        b // powers[digits - 1 :: -1] % 10,
+        np.full_like(a, tokenizer.equals_id),
+        answer,
+        np.where(has_carry, tokenizer.end_id, tokenizer.pad_id),
+    )
+    return torch.from_numpy(np.concatenate(columns, axis=1))
+
+
 def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
-    """Indices of batch `step` [batch_size] int64: each epoch a seeded permutation of 0..n-1."""
-    start = step * batch_size
+    """Indices [batch_size] int64 of the samples of optimiser step `step`, out of 0..n-1.
+
+    A pure function of its arguments, so a resumed run goes on with the samples that it would have
+    had. The batches are cut one after the other from an endless row of epochs, each epoch a
+    permutation of 0..n-1 that depends on (seed, epoch) alone: a sample comes once an epoch, and a
+    batch may straddle two. `batch_size` is that of a whole step over all ranks; micro-batch and
+    rank take their slice of the result.
+
+    Raises ValueError if `seed` or `step` is negative or `batch_size` or `n` not positive.
+    """
+    for name, value, low in (
+        ("seed", seed, 0),
+        ("step", step, 0),
+        ("batch_size", batch_size, 1),
+        ("n", n, 1),
+    ):
+        if value < low:
+            raise ValueError(f"{name} must be >= {low}, got {value}")
+    place, end = step * batch_size, (step + 1) * batch_size
     parts = []
-    while batch_size > 0:
-        epoch, offset = divmod(start, n)
-        take = min(batch_size, n - offset)
-        rng = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-        parts.append(rng.permutation(n)[offset : offset + take])
-        start, batch_size = start + take, batch_size - take
+    while place < end:
+        epoch, offset = divmod(place, n)
+        part = _epoch_order(seed, epoch, n)[offset : offset + end - place]
+        parts.append(part)
+        place += len(part)
     return torch.from_numpy(np.concatenate(parts))
+
+
+def read_jsonl(path: str | Path, digits: int) -> np.ndarray:
+    """Operands [N, 2] int64 of a JSONL file of sums with operands of `digits` digits.
+
+    Keys other than num1, num2, expression and answer are ignored. Raises ValueError with the
+    file, the line number and the reason for the first bad line.
+    """
+    pairs = []
+    with Path(path).open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                pairs.append(_parse_sum(line, digits))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not pairs:
+        raise ValueError(f"{path}: expected at least one sum, the file is empty")
+    return np.array(pairs, dtype=np.int64)
+
+
+def write_jsonl(path: str | Path, pairs: np.ndarray) -> None:
+    """Write the sums of operands [N, 2] in the shape that `read_jsonl` reads."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        for a, b in pairs.tolist():
+            record = {"num1": a, "num2": b, "expression": f"{a} + {b}", "answer": a + b}
+            file.write(json.dumps(record) + "\n")
+
+
+def _parse_sum(line: bytes, digits: int) -> tuple[int, int]:
+    if not line.strip():
+        raise ValueError("expected a JSON object, the line is empty")
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"expected a JSON object, got {type(record).__name__}")
+    for key, kind in (("num1", int), ("num2", int), ("expression", str), ("answer", int)):
+        if key not in record:
+            raise ValueError(f"missing key {key!r}")
+        if type(record[key]) is not kind:
+            raise ValueError(f"{key} must be {kind.__name__}, got {record[key]!r}")
+    a, b, answer = record["num1"], record["num2"], record["answer"]
+    for key in ("num1", "num2", "answer"):
+        if record[key] < 0:
+            raise ValueError(f"{key} must not be negative, got {record[key]}")
+    for key in ("num1", "num2"):
+        if not 10 ** (digits - 1) <= record[key] < 10**digits:
+            raise ValueError(f"{key} must have {digits} digits, got {record[key]}")
+    if answer != a + b:
+        raise ValueError(f"answer must be {a} + {b} = {a + b}, got {answer}")
+    if record["expression"].replace(" ", "") != f"{a}+{b}":
+        raise ValueError(f"expression must be '{a} + {b}', got {record['expression']!r}")
+    return a, b
+
+
+def _pairs(config: AdditionConfig) -> tuple[np.ndarray, np.ndarray]:
+    """Operands of the train and of the test split, read or generated, without a common pair."""
+    files = {"train": config.train_file, "test": config.test_file}
+    counts = {"train": config.train_samples, "test": config.test_samples}
+    pairs = {
+        split: read_jsonl(file, config.digits)[: counts[split]]
+        for split, file in files.items()
+        if file is not None
+    }
+    if len(pairs) == 2:
+        common = set(map(tuple, pairs["train"].tolist())) & set(map(tuple, pairs["test"].tolist()))
+        if common:
+            a, b = min(common)
+            raise ValueError(
+                f"test_file must not share sums with train_file, got {len(common)} in both, "
+                f"such as {a} + {b}"
+            )
+    # The test split first: it does not change with the number of training sums.
+    for split in ("test", "train"):
+        if split not in pairs:
+            taken = np.concatenate([np.empty((0, 2), np.int64), *pairs.values()])
+            rng = np.random.default_rng([config.seed, split == "train"])
+            pairs[split] = _generate(rng, config.digits, counts[split], taken)
+    return pairs["train"], pairs["test"]
+
+
+def _generate(rng: np.random.Generator, digits: int, count: int, taken: np.ndarray) -> np.ndarray:
+    """`count` different pairs [count, 2] of `digits`-digit operands, none of them in `taken`."""
+    low, operands = 10 ** (digits - 1), 9 * 10 ** (digits - 1)
+    taken = np.unique((taken[:, 0] - low) * operands + taken[:, 1] - low)
+    free = operands**2 - len(taken)
+    if count > free:
+        raise ValueError(
+            f"train_samples and test_samples must fit into the {operands**2} sums of "
+            f"{digits}-digit operands, got {count} where {free} are left"
+        )
+    # Of so many different draws at least `count` are free, whatever is taken.
+    draws = rng.choice(operands**2, count + len(taken), replace=False)
+    draws = draws[~np.isin(draws, taken)][:count]
+    return np.stack([low + draws // operands, low + draws % operands], axis=1)
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n)
