@@ -28,10 +28,13 @@ class AdditionConfig:
     """Which sums to train and to test on.
 
     digits: digits of both operands, 1 to 9; 4 means 1000 to 9999.
-    train_samples, test_samples: how many sums; from a file, at most its first so many.
+    train_samples: training sums; of a file, at most its first so many.
+    test_samples: unseen sums; of a file, at most its first so many.
     seed: of the generated sums (not of the batch order).
-    train_file, test_file: JSONL to read instead of generating, one sum a line:
-        {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}
+    train_file: JSONL file to read instead of generating.
+    test_file: JSONL file to read instead of generating.
+
+    A file has one sum a line, as `read_jsonl` describes.
 
     Raises ValueError that names the first field that is out of range, or if more sums are asked
     for than exist.
@@ -172,7 +175,8 @@ def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
 def read_jsonl(path: str | Path, digits: int) -> np.ndarray:
     """Operands [N, 2] int64 of a JSONL file of sums with operands of `digits` digits.
 
-    Keys other than num1, num2, expression and answer are ignored. Raises ValueError with the
+    One sum a line: {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}.
+    Other keys are ignored. Raises ValueError with the
     file, the line number and the reason for the first bad line.
     """
     pairs = []

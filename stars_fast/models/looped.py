@@ -19,13 +19,18 @@ from stars_fast.models.gpt import ACTIVATIONS, NORMS, PLACEMENTS, GPTBlock, make
 class LoopedConfig:
     """Sizes and layout of a `LoopedLM`; the defaults are the paper's addition model.
 
-    vocab_size, max_length: number of token ids, and the longest sequence (learned positions).
-    d_model, n_heads, d_ff: width, attention heads (must divide the width), MLP width.
-    n_layers: layers in the shared block; n_prelude, n_coda: layers with weights of their own
-        before the first turn and after the last.
-    placement: "pre", "post", "pre-sandwich" or "post-sandwich".
-    norm: "layernorm", "rmsnorm" or "simplenorm". activation: "gelu", "relu" or "silu".
-    dropout: probability in [0, 1) on embeddings and on each sub-layer's output.
+    vocab_size: number of token ids.
+    max_length: longest sequence, in tokens (the positions are learned).
+    d_model: width of the states.
+    n_heads: attention heads; must divide d_model.
+    d_ff: width of the MLP.
+    n_layers: layers in the shared block.
+    n_prelude: layers with weights of their own before the first turn.
+    n_coda: layers with weights of their own after the last turn.
+    placement: of the norms: pre, post, pre-sandwich or post-sandwich.
+    norm: layernorm, rmsnorm, or simplenorm (LayerNorm without scale and shift).
+    activation: of the MLP: gelu, relu or silu.
+    dropout: probability in [0, 1), on embeddings and each sub-layer's output.
 
     Raises ValueError that names the first field that is out of range.
     """

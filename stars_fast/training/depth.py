@@ -18,15 +18,22 @@ LAWS = ("lognormal", "poisson", "uniform", "fixed")
 class DepthLaw:
     """A law of the number of turns, an integer in [low, high].
 
-    law:
-        "lognormal": exp(mu + sigma z), z standard normal, rounded to the nearest integer and then
-            clipped to [low, high]. (Rounding is what the published code does; mu 1.7, sigma 0.4,
-            [1, 16] then has the mean of 5.92 turns that the paper states.)
-        "poisson": a Poisson draw with mean `rate`, clipped to [low, high].
-        "uniform": every integer from low to high, both included, alike.
-        "fixed": always `value`.
-    stratified: the micro-batches of one step get depths from different strata of the law, so that
-        a step's mean depth varies less; each one alone still follows the law exactly.
+    law: lognormal, poisson, uniform or fixed.
+    mu: of lognormal, mean of the logarithm.
+    sigma: of lognormal, standard deviation of the logarithm.
+    rate: of poisson, its mean before clipping.
+    value: of fixed, the number of turns.
+    low: smallest number of turns.
+    high: largest number of turns.
+    stratified: spread the depths of a step's micro-batches over the law.
+
+    "lognormal" is exp(mu + sigma z), z standard normal, rounded to the nearest integer and then
+    clipped to [low, high]. (Rounding is what the published code does; mu 1.7, sigma 0.4, [1, 16]
+    then has the mean of 5.92 turns that the paper states.) "poisson" is a Poisson draw clipped
+    likewise, "uniform" every integer from low to high alike, both included.
+
+    With `stratified` the micro-batches of one step get depths from different strata of the law,
+    so that a step's mean depth varies less; each one alone still follows the law exactly.
 
     Raises ValueError that names the first field that is out of range.
     """
