@@ -1,0 +1,215 @@
+"""The command line: `stars-fast train | eval | recipes`, also `python -m stars_fast.cli`.
+
+Modules load where they are used, so that the help and the list of recipes come at once.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_EXAMPLES = """\
+examples:
+  stars-fast recipes
+  stars-fast train addition-quick
+  stars-fast train addition-quick --steps 100 --penalty.weight 0.05 --out runs/weak
+  stars-fast train runs/weak --resume
+  stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
+  torchrun --nproc-per-node 2 -m stars_fast.cli train addition-quick
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    from stars_fast.training.tree import ConfigError
+
+    try:
+        if words[:1] == ["train"]:  # its options are the fields of the configuration
+            return _train(words[1:])
+        args = _parser().parse_args(words)
+        return args.command(args)
+    except ConfigError as error:
+        print(f"stars-fast: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        "stars-fast",
+        description="Train and evaluate looped language models with the STARS penalty.",
+        epilog=_EXAMPLES,
+        formatter_class=raw,
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    commands.add_parser("train", help="train a recipe, or continue a run")
+
+    evaluate = commands.add_parser(
+        "eval",
+        help="accuracy against turns of trained runs",
+        description="Exact match on unseen samples at each number of turns, for each run: a "
+        "table, a JSON file and a figure.",
+    )
+    evaluate.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    evaluate.add_argument(
+        "--turns",
+        type=_numbers,
+        default=[1, 2, 4, 8, 16, 32, 64, 100],
+        metavar="1,2,4",
+        help="numbers of turns (default 1,2,4,8,16,32,64,100)",
+    )
+    evaluate.add_argument(
+        "--limit", type=_positive, default=1000, metavar="N", help="unseen samples (default 1000)"
+    )
+    evaluate.add_argument(
+        "--step", type=_positive, metavar="N", help="checkpoint (default: the newest)"
+    )
+    evaluate.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder for evaluation.json and evaluation.png (default: the first run)",
+    )
+    evaluate.set_defaults(command=_eval)
+
+    recipes = commands.add_parser("recipes", help="list the recipes")
+    recipes.set_defaults(command=_recipes)
+    return parser
+
+
+def _train(words: list[str]) -> int:
+    if "-h" in words or "--help" in words:
+        print(_train_help())
+        return 0
+    from stars_fast.training.tree import ConfigError
+
+    overrides = [word for word in words if word != "--resume"]
+    if not overrides or overrides[0].startswith("-"):
+        raise ConfigError(
+            "usage: stars-fast train RECIPE [--resume] [--field value ...]; see stars-fast "
+            "recipes and stars-fast train --help"
+        )
+    from stars_fast.training.config import load_config
+    from stars_fast.training.trainer import TrainingFailure, train
+
+    config = load_config(overrides.pop(0), overrides)
+    try:
+        outcome = train(config, resume="--resume" in words)
+    except TrainingFailure as error:
+        print(f"stars-fast: {error}", file=sys.stderr)
+        return 1
+    return 128 + outcome.signal if outcome.signal else 0
+
+
+def _train_help() -> str:
+    from stars_fast.training import tree
+    from stars_fast.training.config import FROM_DATA, TrainConfig
+    from stars_fast.training.methods import METHODS
+
+    lines = [
+        "usage: stars-fast train RECIPE [--resume] [--field value ...]",
+        "",
+        "RECIPE    a recipe of the package (stars-fast recipes), a YAML file, or a run folder",
+        "--resume  continue the run in its folder, bit for bit, from its newest checkpoint",
+        "",
+        "methods:",
+        *(f"  {name:12} {method.summary}" for name, method in METHODS.items()),
+        "",
+        "fields, by dotted path or by their last name where it is unique:",
+    ]
+    section = None
+    for path, field in tree.leaves(TrainConfig).items():
+        if path.rpartition(".")[0] != section:
+            section = path.rpartition(".")[0]
+            lines.append("")
+        default = "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
+        default = " (default from the data)" if path in FROM_DATA else default
+        lines.append(f"  --{path} {tree.type_name(field.type)}")
+        lines.append(f"      {field.help}{default}".rstrip())
+    return "\n".join([*lines, "", _EXAMPLES])
+
+
+def _shown(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if value == "":
+        return "empty"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _recipes(args: argparse.Namespace) -> int:
+    from stars_fast.training.recipes import read_recipe, recipe_names
+
+    names = recipe_names()
+    width = max(map(len, names), default=0)
+    for name in names:
+        print(f"{name:{width}}  {read_recipe(name).get('description', '')}".rstrip())
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from stars_fast.data.addition import AdditionData
+    from stars_fast.evaluation.addition import evaluate
+    from stars_fast.training.trainer import load_model
+
+    loaded = {str(run): load_model(run, args.step) for run in args.runs}
+    accuracy = {}
+    for run, (model, config) in loaded.items():
+        accuracy[run] = evaluate(model, AdditionData(config.data), args.turns, limit=args.limit)
+    labels = _labels({run: config.name for run, (_, config) in loaded.items()})
+    print(_table({labels[run]: values for run, values in accuracy.items()}))
+
+    from stars_fast.analysis.plots import accuracy_against_turns
+
+    out = Path(args.out or args.runs[0])
+    out.mkdir(parents=True, exist_ok=True)
+    written = {"limit": args.limit, "accuracy": accuracy}
+    (out / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
+    accuracy_against_turns(
+        {labels[run]: values for run, values in accuracy.items()},
+        out / "evaluation.png",
+        title="Exact match on unseen sums",
+    )
+    print(f"written: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
+    return 0
+
+
+def _labels(names: dict[str, str]) -> dict[str, str]:
+    """A label for each run: its name, or its folder where two runs have one name."""
+    count = list(names.values()).count
+    return {run: name if count(name) == 1 else run for run, name in names.items()}
+
+
+def _table(accuracy: dict[str, dict[int, float]]) -> str:
+    """Turns down, runs across, exact match in percent."""
+    turns = next(iter(accuracy.values()))
+    rows = [["turns", *accuracy]]
+    rows += [
+        [str(turn), *(f"{100 * values[turn]:.1f} %" for values in accuracy.values())]
+        for turn in turns
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    numbers = [_positive(part) for part in text.split(",") if part.strip()]
+    if not numbers:
+        raise argparse.ArgumentTypeError("expected numbers like 1,2,4")
+    return numbers
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Checkpoints: weights as safetensors, the rest as a state file, complete or not there at all."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from stars_fast.training.tree import ConfigError
+
+MODEL, STATE = "model.safetensors", "state.pt"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def save_checkpoint(
+    folder: Path, step: int, model: nn.Module, state: dict[str, Any], keep: int = 0
+) -> Path:
+    """Write `folder`/step-NNNNNN with the weights of `model` and `state`; return its path.
+
+    Everything is written and flushed under another name and then renamed, so that a directory of
+    that name is complete whenever the process dies. With `keep` > 0 only the newest `keep` stay.
+    A checkpoint of `step` that is there already is left as it is.
+    """
+    from safetensors.torch import save_model
+
+    path = folder / f"step-{step:06d}"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob("writing-*"):
+            shutil.rmtree(left)
+        temporary = folder / f"writing-{step:06d}"
+        temporary.mkdir()
+        save_model(model, str(temporary / MODEL))
+        torch.save(state, temporary / STATE)
+        for written in (temporary / MODEL, temporary / STATE, temporary):
+            sync(written)
+        temporary.rename(path)
+        sync(folder)
+    complete = sorted(checkpoints(folder).items())
+    for _, old in complete[: -keep or 0]:
+        shutil.rmtree(old)
+    return path
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The complete checkpoints in `folder` by step."""
+    found = {}
+    for path in folder.glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / MODEL).is_file() and (path / STATE).is_file():
+            found[int(match.group(1))] = path
+    return found
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`, None if there is none."""
+    found = checkpoints(folder)
+    return found[max(found)] if found else None
+
+
+def load_weights(checkpoint: Path, model: nn.Module) -> None:
+    """Load the weights of `checkpoint` into `model`, onto the device where each parameter is.
+
+    Raises ConfigError if they do not fit it.
+    """
+    from safetensors.torch import load_model
+
+    try:
+        load_model(model, str(checkpoint / MODEL))
+    except RuntimeError as error:
+        raise ConfigError(f"{checkpoint} does not fit the model: {error}") from error
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """The state that `save_checkpoint` wrote, on the CPU."""
+    return torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,102 @@
+"""AdamW with decay on matrices only, and the learning rate as a function of the step."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class OptimConfig:
+    """The optimiser and its schedule.
+
+    lr: peak learning rate.
+    betas: AdamW's two decay rates of its averages. eps: AdamW's epsilon.
+    weight_decay: decoupled decay, on parameters with two or more dimensions.
+    schedule: "cosine" (warm-up, then a half cosine) or "wsd" (warm-up, stable, linear decay).
+    warmup_steps: steps of linear warm-up; the first step already moves.
+    decay_steps: length of wsd's decay at the end of the run.
+    min_lr_ratio: learning rate of the last step over `lr`.
+    clip: largest gradient norm, none for no limit.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, ...] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    schedule: str = "cosine"
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    min_lr_ratio: float = 0.0
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("cosine", "wsd"):
+            raise ValueError(f"schedule must be one of ('cosine', 'wsd'), got {self.schedule!r}")
+        if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+        for name in ("lr", "eps", "weight_decay", "warmup_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if not 0.0 <= self.min_lr_ratio <= 1.0:
+            raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+        if self.clip is not None and self.clip <= 0:
+            raise ValueError(f"clip must be positive or none, got {self.clip}")
+
+
+def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
+    """The learning rate of `step` (from 0) in a run of `steps`.
+
+    Warm-up over w steps: lr (step + 1) / w. Then, with m = min_lr_ratio:
+    cosine: lr (m + (1 - m) (1 + cos(pi p)) / 2), p from 0 at step w to 1 at the last step;
+    wsd: lr, and over the last d = decay_steps steps lr (1 - (1 - m) q), q = 1/d, 2/d, ..., 1.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "cosine":
+        progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
+        fall = (1.0 - math.cos(math.pi * min(progress, 1.0))) / 2.0
+    else:
+        into = step - (steps - config.decay_steps) + 1
+        fall = min(max(into / max(config.decay_steps, 1), 0.0), 1.0) if config.decay_steps else 0.0
+    return config.lr * (1.0 - (1.0 - config.min_lr_ratio) * fall)
+
+
+def make_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
+    """AdamW over the parameters of `module` that require a gradient, in two groups by decay."""
+    params = [p for p in module.parameters() if p.requires_grad]
+    matrices = [p for p in params if p.dim() >= 2]
+    others = [p for p in params if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    beta1, beta2 = config.betas
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=(beta1, beta2),
+        eps=config.eps,
+        fused=True,
+    )
+
+
+def gradient_norm(module: nn.Module, clip: float | None) -> Tensor:
+    """The norm of all gradients of `module`, a scalar on the device; scaled down to `clip`."""
+    if clip is None:
+        return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    return nn.utils.clip_grad_norm_(module.parameters(), clip)
+
+
+def step_if(optimizer: torch.optim.Optimizer, finite: Tensor, lr: float) -> None:
+    """One optimiser step at `lr` if the scalar bool `finite`, else none, decided on the device.
+
+    `found_inf` is the attribute through which `torch.amp.GradScaler` tells a fused optimiser to
+    leave weights, averages and step counts alone; here there is no scale beside it.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.step()

@@ -1,0 +1,125 @@
+"""What a run says: one line at the start, a progress bar or plain lines, and its messages."""
+
+import sys
+import time
+from typing import Any
+
+from stars_fast.data.addition import AdditionConfig
+from stars_fast.models.looped import LoopedLM
+from stars_fast.training.config import TrainConfig
+from stars_fast.training.cost import RemainingTime, relative_cost
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+def banner(config: TrainConfig, model: LoopedLM, window_tokens: int, rest: float) -> str:
+    """The run in one line: method, size, tokens a step, depth law, expected cost over SFT."""
+    size = sum(p.numel() for p in model.parameters())
+    depth = config.depth
+    law = (
+        f"{depth.value} turns"
+        if depth.law == "fixed"
+        else f"{depth.law} turns in [{depth.low}, {depth.high}], mean {depth.mean():.2f}"
+    )
+    penalty = ""
+    if config.penalised:
+        start = config.penalty.start_step
+        penalty = f", lambda {config.penalty.weight:g}" + (f" from step {start}" if start else "")
+    return (
+        f"{config.name}: {config.method}, {type(model).__name__} with {size / 1e6:.2f} M "
+        f"parameters, {config.train.batch_size} {_samples(config.data)} = {window_tokens:,} tokens "
+        f"a step, {law}{penalty}, expected cost {relative_cost(config, rest):.2f} x SFT at "
+        f"{config.train.reference_turns} turns"
+    )
+
+
+class Progress:
+    """A bar on a terminal, a line now and then elsewhere; silent unless `speaks`.
+
+    The remaining time follows the depth of each step: see `RemainingTime`.
+    """
+
+    def __init__(self, config: TrainConfig, step: int, rest: float, speaks: bool) -> None:
+        self.speaks = speaks
+        self.steps = config.train.steps
+        self.remaining = RemainingTime(config, rest)
+        self.clock = time.perf_counter()
+        self.last_line = self.clock
+        self.bar: Any = None
+        if speaks and sys.stderr.isatty():
+            self.bar = _bar(self.steps, step)
+
+    def step(self, step: int, turns: float) -> None:
+        """Note the end of `step`, at `turns` turns on average."""
+        now = time.perf_counter()
+        self.remaining.add(step, turns, now - self.clock)
+        self.clock = now
+        if self.bar is not None:
+            self.bar.update()
+
+    def pause(self) -> None:
+        """Leave the time since the last step out of the remaining time."""
+        self.clock = time.perf_counter()
+
+    def show(self, row: dict[str, Any]) -> None:
+        """Show a line of metrics."""
+        text = summary(row) + f" eta {duration(self.remaining.after_step(row['step'] - 1))}"
+        if self.bar is not None:
+            self.bar.set_postfix_str(text)
+        elif self.clock - self.last_line > _SECONDS_BETWEEN_LINES or row["step"] == self.steps:
+            self.last_line = self.clock
+            self.say(f"step {row['step']}/{self.steps} {text}")
+
+    def say(self, text: str) -> None:
+        """Print a message above the bar."""
+        if self.speaks and self.bar is not None:
+            self.bar.write(text, file=sys.stderr)
+        elif self.speaks:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def summary(row: dict[str, Any]) -> str:
+    """A line of metrics for people."""
+    parts = [f"loss {_number(row['loss'])}"]
+    if row["lambda"]:
+        parts.append(f"penalty {_number(row['penalty'])}")
+    parts += [
+        f"depth {row['depth']:.1f}",
+        f"grad {_number(row['grad_norm'])}",
+        f"{row['tokens_per_second']:,.0f} tok/s",
+    ]
+    if row["skipped"]:
+        parts.append(f"skipped {row['skipped']}")
+    return " ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`seconds` as 42s, 3m05s or 2h07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _number(value: float | None) -> str:
+    return "non-finite" if value is None else f"{value:.4g}"
+
+
+def _samples(data: AdditionConfig) -> str:
+    return f"{data.digits}-digit sums"
+
+
+def _bar(steps: int, step: int) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    form = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}] {postfix}"
+    return tqdm(total=steps, initial=step, bar_format=form, mininterval=0.2, file=sys.stderr)

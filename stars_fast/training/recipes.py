@@ -1,0 +1,63 @@
+"""Recipes: YAML files by name, by path or in a run folder, each perhaps on top of another."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from stars_fast.training import tree
+from stars_fast.training.tree import ConfigError
+
+
+def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The mapping of a recipe by name, file or run folder, on top of its `base`.
+
+    Raises ConfigError if it does not exist, does not parse, or is its own base.
+    """
+    if recipe in seen:
+        raise ConfigError(f"recipe {recipe} is its own base: {' -> '.join((*seen, recipe))}")
+    mapping = _parse_yaml(_recipe_text(recipe), recipe)
+    base = mapping.pop("base", None)
+    if base is None:
+        return mapping
+    beside = Path(base).suffix and Path(recipe).suffix  # one file names another: relative to it
+    base = str(Path(recipe).parent / base) if beside else str(base)
+    inherited = read_recipe(base, (*seen, recipe))
+    inherited.pop("name", None)
+    return tree.merge(inherited, mapping)
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes of the package, sorted."""
+    folder = resources.files("stars_fast.recipes")
+    return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def _recipe_text(recipe: str) -> str:
+    path = Path(recipe)
+    if path.is_dir():
+        path = path / "config.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        try:
+            return path.read_text()
+        except OSError as error:
+            raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+    names = recipe_names()
+    if recipe not in names:
+        raise ConfigError(
+            f"no recipe, YAML file or run folder named {recipe!r}; recipes: {', '.join(names)}"
+        )
+    return (resources.files("stars_fast.recipes") / f"{recipe}.yaml").read_text()
+
+
+def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise ConfigError('recipes need PyYAML: pip install "stars-fast[train]"') from error
+    try:
+        mapping = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe {recipe} is not YAML: {error}") from error
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"recipe {recipe} must be a mapping, got {type(mapping).__name__}")
+    return mapping

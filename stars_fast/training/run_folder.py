@@ -1,0 +1,105 @@
+"""The folder of a run: where its configuration, metrics, checkpoints and figures lie."""
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import stars_fast
+from stars_fast.training import tree
+from stars_fast.training.checkpoint import checkpoints, latest
+from stars_fast.training.config import TrainConfig, load_config, save_config
+from stars_fast.training.tree import ConfigError
+
+_MAY_CHANGE = {
+    "name",
+    "description",
+    "out",
+    "train.steps",
+    "train.accumulation",
+    "train.log_every",
+    "train.save_every",
+    "train.keep",
+    "train.max_nonfinite",
+    "train.reference_turns",
+    "train.device",
+    "train.threads",
+    "train.tensorboard",
+    "eval.turns",
+    "eval.limit",
+    "eval.every",
+}
+"""Fields that a resumed run may set anew; any other would make it another run."""
+
+
+class RunFolder:
+    """The paths of a run, and what is checked before it is written."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.environment = self.path / "environment.jsonl"
+        self.metrics = self.path / "metrics.jsonl"
+        self.results = self.path / "results.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+
+    def refusal(self, config: TrainConfig, resume: bool) -> str | None:
+        """Why `config` cannot be run here, or None if it can."""
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return None
+        if not resume:
+            return (
+                f"{self.path} exists; continue that run with --resume, or choose another folder "
+                f"with --out"
+            )
+        if not self.config.exists():
+            return f"{self.path} holds no config.yaml, so there is no run to resume"
+        before = tree.flatten(tree.to_dict(load_config(str(self.config))))
+        now = tree.flatten(tree.to_dict(config))
+        changed = [
+            f"{name} was {before[name]} and is {now[name]}"
+            for name in now
+            if name not in _MAY_CHANGE and before[name] != now[name]
+        ]
+        if changed:
+            return f"cannot resume {self.path} as another run: " + "; ".join(changed)
+        return None
+
+    def open(self, config: TrainConfig, world_size: int) -> None:
+        """Create the folder, write the configuration, and note the start and its environment."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        save_config(config, self.config)
+        note = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "stars_fast": stars_fast.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "machine": platform.platform(),
+            "cpus": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "processes": world_size,
+        }
+        with self.environment.open("a") as file:
+            file.write(json.dumps(note) + "\n")
+
+    def checkpoint(self, step: int | None = None) -> Path:
+        """The newest complete checkpoint, or that of `step`; ConfigError if it is not there."""
+        if step is None:
+            found = latest(self.checkpoints)
+            if found is None:
+                raise ConfigError(f"{self.path} has no checkpoint yet")
+            return found
+        known = checkpoints(self.checkpoints)
+        if step not in known:
+            raise ConfigError(f"{self.path} has no checkpoint of step {step}; it has {[*known]}")
+        return known[step]
+
+    def write_results(self, results: dict[str, Any]) -> None:
+        """Write the accuracies at the end of the run as JSON."""
+        self.results.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,0 +1,29 @@
+"""Every random stream of a run from its one seed: initial weights, depth, noise, dropout."""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def derive(seed: int, *stream: int | str) -> int:
+    """A seed in [0, 2^63) for the stream that `stream` names, as a pure function of its arguments.
+
+    Streams with different names are independent for all purposes here: the seed is a hash.
+    """
+    key = "/".join(str(part) for part in (seed, *stream)).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+def sample_noise(like: Tensor, seed: int, step: int, first: int) -> Tensor:
+    """Standard normal noise of the shape, dtype and device of `like`, [B, ...].
+
+    Row i is a function of (seed, step, first + i) alone, `first` being the place of row 0 in the
+    batch of the whole step: the same sample meets the same noise however the batch is split over
+    ranks and micro-batches, and whenever the run is resumed.
+    """
+    noise = torch.empty_like(like, requires_grad=False)
+    generator = torch.Generator(device=like.device)
+    for index, row in enumerate(noise.unbind(), first):
+        row.normal_(generator=generator.manual_seed(derive(seed, "noise", step, index)))
+    return noise
