@@ -1,0 +1,193 @@
+"""Figures of a run: accuracy against the number of turns, and the training curves."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+"""Okabe and Ito's palette: told apart by readers with any colour vision."""
+MARKERS = "osD^vP*"
+
+TrainedDepth = float | tuple[float, float]
+"""Turns seen in training: a number, or the fewest and the most."""
+
+
+def accuracy_against_turns(
+    accuracy: Mapping[str, Mapping[int, float]],
+    path: str | Path,
+    *,
+    title: str = "Exact match on unseen sums",
+    trained_depth: TrainedDepth | Mapping[str, TrainedDepth] | None = None,
+) -> None:
+    """Draw exact match against the number of turns, one line a label, and save it as PNG.
+
+    accuracy: {label: {turns: accuracy in [0, 1]}}. Turns are on a logarithmic axis.
+    trained_depth: the turns of the training, a number or (fewest, most), shaded; or one of these
+        for each label, drawn as a bar in the label's colour under the lines.
+
+    Raises ValueError if there is nothing to draw, an accuracy is outside [0, 1], or
+    `trained_depth` names a label that `accuracy` lacks.
+    """
+    if not accuracy or not all(accuracy.values()):
+        raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
+    for label, points in accuracy.items():
+        for turns, value in points.items():
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"accuracy must be in [0, 1], got {value} for {label} at {turns}")
+    figure, (axis,) = _figure(1, width=7.5, height=4.4)
+    for index, (label, points) in enumerate(accuracy.items()):
+        turns = sorted(points)
+        axis.plot(
+            turns,
+            [100 * points[t] for t in turns],
+            label=label,
+            color=_colour(index),
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=5.5,
+            linewidth=1.8,
+            clip_on=False,
+            zorder=3,
+        )
+    _turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
+    axis.set_ylim(0, 103)
+    axis.set_yticks(range(0, 101, 20), [f"{p} %" for p in range(0, 101, 20)])
+    axis.set_ylabel("sums answered exactly")
+    axis.set_title(title, loc="left", fontsize=11)
+    if isinstance(trained_depth, Mapping):
+        _depth_bars(axis, list(accuracy), trained_depth)
+    elif trained_depth is not None:
+        _depth_shade(axis, trained_depth)
+    if len(accuracy) > 1:
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    _save(figure, path)
+
+
+def training_curves(
+    runs: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]],
+    path: str | Path,
+    *,
+    title: str = "Training",
+) -> None:
+    """Draw token loss, penalty, gradient norm and learning rate against the step, as PNG.
+
+    runs: the rows of a run's metrics, or {label: rows}. A row holds `step` and any of `loss`,
+        `penalty`, `grad_norm`, `lr`; a panel is drawn if any row has its value. Missing and None
+        values are left out.
+
+    Raises ValueError if no row holds any of them.
+    """
+    by_label = dict(runs) if isinstance(runs, Mapping) else {"": runs}
+    panels = [
+        (key, label, scale)
+        for key, label, scale in (
+            ("loss", "token loss (nats)", "log"),
+            ("penalty", "penalty", "linear"),
+            ("grad_norm", "gradient norm", "log"),
+            ("lr", "learning rate", "linear"),
+        )
+        if any(row.get(key) is not None for rows in by_label.values() for row in rows)
+    ]
+    if not panels:
+        raise ValueError("runs must hold rows with loss, penalty, grad_norm or lr, got none")
+    figure, axes = _figure(len(panels), width=8.0, height=1.9 * len(panels) + 0.6)
+    for axis, (key, name, scale) in zip(axes, panels, strict=True):
+        for index, (label, rows) in enumerate(by_label.items()):
+            points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+            if scale == "log":
+                points = [(step, value) for step, value in points if value > 0]
+            _curve(axis, points, _colour(index), label)
+        axis.set_yscale(scale)
+        axis.set_ylabel(name)
+    axes[-1].set_xlabel("optimiser step")
+    axes[0].set_title(title, loc="left", fontsize=11)
+    if len(by_label) > 1:
+        axes[0].legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    _save(figure, path)
+
+
+def _curve(axis: "Axes", points: list[tuple[int, float]], colour: str, label: str) -> None:
+    """Every point faint, and the mean of the neighbours within 1 % of the run on top."""
+    import numpy as np
+
+    if not points:
+        return
+    steps, values = np.array(points, dtype=float).T
+    total = np.cumsum(np.insert(values, 0, 0.0))
+    index, reach = np.arange(len(values)), len(values) // 100
+    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
+    smooth = (total[high] - total[low]) / (high - low)
+    axis.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+    axis.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
+
+
+def _turns_axis(axis: "Axes", turns: list[int]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    first, last = turns[0], turns[-1]
+    ticks = [2**k for k in range(last.bit_length()) if first <= 2**k <= last]
+    ticks = [t for t in ticks if t * 1.2 < last] + [last]
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(ticks, [str(t) for t in ticks])
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.set_xlim(first / 1.1, last * 1.1)
+    axis.set_xlabel("turns of the shared block at test time")
+
+
+def _depth_shade(axis: "Axes", trained: TrainedDepth) -> None:
+    low, high = _ends(trained)
+    axis.axvspan(low / 1.03, high * 1.03, color="#888888", alpha=0.15, linewidth=0, zorder=0)
+    axis.text(low, 3, f" {_depth_text(trained)}", fontsize=9, color="#555555")
+
+
+def _depth_bars(axis: "Axes", labels: list[str], trained: Mapping[str, TrainedDepth]) -> None:
+    """One bar a label below 0 %, from the fewest to the most turns of its training."""
+    unknown = set(trained) - set(labels)
+    if unknown:
+        raise ValueError(f"trained_depth must name labels of accuracy, got {sorted(unknown)}")
+    axis.axhline(0, color="#888888", linewidth=0.8)
+    height = 7
+    for row, (label, depth) in enumerate(trained.items()):
+        low, high = _ends(depth)
+        left, right = low / 1.03, high * 1.03
+        bottom = -height * (row + 1) + 1
+        colour = _colour(labels.index(label))
+        axis.barh(bottom, right - left, height - 2, left, align="edge", color=colour, alpha=0.6)
+        axis.text(right, bottom + 0.4, f" {_depth_text(depth)}", fontsize=8, color="#444444")
+    axis.set_ylim(-height * len(trained) - 1, 103)
+
+
+def _depth_text(trained: TrainedDepth) -> str:
+    low, high = _ends(trained)
+    return f"trained at {low:g}" if low == high else f"trained at {low:g} to {high:g}"
+
+
+def _ends(trained: TrainedDepth) -> tuple[float, float]:
+    return trained if isinstance(trained, tuple) else (trained, trained)
+
+
+def _colour(index: int) -> str:
+    return COLOURS[index % len(COLOURS)]
+
+
+def _figure(panels: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "stars-fast[train]"') from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
+    for axis in axes:
+        axis.grid(True, color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: "Figure", path: str | Path) -> None:
+    figure.savefig(Path(path), format="png")
