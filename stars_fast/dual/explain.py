@@ -1,0 +1,82 @@
+"""`explain`: which path each op of a block takes in the dual pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.dual.registry import observe
+from stars_fast.dual.run import dual_pass
+
+_MEANING = {
+    "fused": "one op with its own dual forward and backward",
+    "stacked": "the ordinary op, once, on the stacked pair",
+    "product": "product rule from ordinary ops",
+    "in-place": "written into the stacked pair",
+    "fallback": "exact through torch.func.jvp of this op alone: slower",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `ops` maps (op, path) to a count, in order of first appearance."""
+
+    ops: dict[tuple[str, str], int]
+
+    def count(self, path: str) -> int:
+        """How many calls took a path: fused, stacked, product, in-place or fallback."""
+        return sum(n for (_, kind), n in self.ops.items() if kind == path)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """Names of the ops that have no rule."""
+        return [name for name, kind in self.ops if kind == "fallback"]
+
+    def __str__(self) -> str:
+        width = max((len(name) for name, _ in self.ops), default=2)
+        lines = [f"{'op':<{width}}  {'path':<9} calls"]
+        lines += [f"{name:<{width}}  {kind:<9} {n:>5}" for (name, kind), n in self.ops.items()]
+        lines.append("")
+        lines += [
+            f"{kind}: {self.count(kind)} calls, {meaning}"
+            for kind, meaning in _MEANING.items()
+            if self.count(kind)
+        ]
+        return "\n".join(lines)
+
+
+def explain(
+    block: Callable[..., Any],
+    h: Tensor,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> Explanation:
+    """Run one dual pass without gradients and say, op by op, which path it took.
+
+    Args:
+        block: module or callable `h -> h'`.
+        h: [B, S, D], floating point.
+        args, kwargs: further arguments of `block`.
+
+    Returns:
+        An `Explanation`; `print` it for a table, `.fallbacks` lists the ops without a rule.
+    """
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def note(name: str, kind: str) -> None:
+        if kind != "primal":
+            seen[name, kind] += 1
+
+    stop = observe(note)
+    try:
+        with torch.no_grad():
+            dual_pass(block, torch.stack((h, torch.ones_like(h))), args, kwargs or {})
+    finally:
+        stop()
+    return Explanation(dict(seen))

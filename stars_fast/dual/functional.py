@@ -1,0 +1,312 @@
+"""What blocks call from torch.nn.functional: linear, activations, softmax, norms, attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stars_fast import ops
+from stars_fast.dual.inplace import assign, inplace_form
+from stars_fast.dual.registry import add_rule, rule
+from stars_fast.dual.tensor import Dual
+
+
+def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dtype:
+    """The dtype that `func` gives for a tensor like x, autocast included: asked with no elements."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    return func(x.new_empty(shape)).dtype
+
+
+@rule("linear", kind="stacked")
+def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+    if type(weight) is Dual or type(bias) is Dual or type(input) is not Dual:
+        y = torch.matmul(input, weight.mT if weight.dim() > 1 else weight)
+        return y if bias is None else y + bias
+    y = F.linear(input.stack, weight)
+    return Dual(y if bias is None else ops.add_bias(y, bias))
+
+
+# -- elementwise
+
+
+def _register_pointwise() -> None:
+    names = "sigmoid tanh exp log sqrt rsqrt reciprocal square sin cos erf abs"
+    for name in names.split():
+        func = getattr(torch, name)
+
+        def handler(input: Dual, *, _func: Any = func, _name: str = name) -> Dual:
+            return Dual(ops.pointwise(input.stack, _name, eager_dtype(_func, input.stack)))
+
+        add_rule(name, "fused", handler)
+        add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
+
+
+_register_pointwise()
+
+
+def _register_activation(name: str) -> None:
+    def handler(input: Dual, inplace: bool = False) -> Dual:
+        result = Dual(ops.pointwise(input.stack.clone() if inplace else input.stack, name))
+        return assign(name, input, result) if inplace else result
+
+    add_rule(name, "fused", handler)
+    add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
+
+
+_register_activation("silu")
+_register_activation("relu")
+
+
+@rule("gelu", kind="fused")
+def gelu(input: Dual, *, approximate: str = "none") -> Dual:
+    return Dual(ops.pointwise(input.stack, "gelu" if approximate == "none" else "gelu_tanh"))
+
+
+@rule("dropout", kind="stacked")
+def dropout(input: Dual, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dual:
+    """One mask for both halves, drawn as for an ordinary tensor."""
+    if not training or p == 0.0:
+        return input
+    keep = F.dropout(torch.ones_like(input.stack[0]), p, True)
+    result = Dual(input.stack * keep)
+    return assign("dropout", input, result) if inplace else result
+
+
+@rule("glu", kind="product")
+def glu(input: Dual, dim: int = -1) -> Any:
+    a, b = input.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+@rule("hardsigmoid", kind="product")
+def hardsigmoid(input: Dual, inplace: bool = False) -> Any:
+    result = torch.clamp(input + 3, 0, 6) / 6
+    return assign("hardsigmoid", input, result) if inplace else result
+
+
+# -- softmax
+
+
+@rule("softmax", kind="fused")
+def softmax(
+    input: Dual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Dual:
+    if isinstance(_stacklevel, torch.dtype):  # Tensor.softmax(dim, dtype)
+        dtype = _stacklevel
+    if dtype is None:
+        dtype = eager_dtype(lambda x: torch.softmax(x, -1), input.stack, (0, 1))
+    if dim is None:
+        raise ValueError("softmax: dim must be an integer, got None")
+    last = dim in (-1, input.stack.dim() - 2)
+    stack = input.stack if last else input.transpose(dim, -1).stack
+    result = Dual(ops.softmax(stack, dtype))
+    return result if last else result.transpose(dim, -1)
+
+
+@rule("log_softmax", kind="product")
+def log_softmax(
+    input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
+    if isinstance(_stacklevel, torch.dtype):
+        dtype = _stacklevel
+    x = input if dtype is None else input.to(dtype)
+    return x - torch.logsumexp(x, dim, keepdim=True)
+
+
+# -- norms
+
+
+def _sizes(normalized_shape: Any) -> list[int]:
+    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+def _standardise(x: Any, dims: tuple[int, ...], eps: float) -> Any:
+    centred = x - x.mean(dims, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(dims, keepdim=True) + eps)
+
+
+def _affine(x: Any, weight: Any, bias: Any) -> Any:
+    x = x if weight is None else x * weight
+    return x if bias is None else x + bias
+
+
+def _flat_norm_input(input: Dual, normalized_shape: Any) -> tuple[Tensor, int]:
+    shape = _sizes(normalized_shape)
+    if list(input.stack.shape[-len(shape) :]) != shape:
+        raise RuntimeError(
+            f"norm: input must end in normalized_shape {shape}, got {list(input.shape)}"
+        )
+    width = math.prod(shape)
+    lead = input.stack.shape[: input.stack.dim() - len(shape)]
+    return input.stack.reshape(*lead, width), width
+
+
+def _flat(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.reshape(-1)
+
+
+@rule("layer_norm", kind="fused")
+def layer_norm(
+    input: Dual,
+    normalized_shape: Any,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    if type(input) is not Dual or type(weight) is Dual or type(bias) is Dual:
+        dims = tuple(range(-len(_sizes(normalized_shape)), 0))
+        return _affine(_standardise(input, dims, eps), weight, bias)
+    stack, width = _flat_norm_input(input, normalized_shape)
+    weight, bias = _flat(weight), _flat(bias)
+    dtype = eager_dtype(lambda x: F.layer_norm(x, (width,), weight, bias), stack, (0, width))
+    return Dual(ops.layer_norm(stack, weight, bias, eps, dtype).view(input.stack.shape))
+
+
+@rule("rms_norm", kind="fused")
+def rms_norm(
+    input: Dual, normalized_shape: Any, weight: Any = None, eps: float | None = None
+) -> Any:
+    if eps is None:
+        eps = torch.finfo(input.dtype).eps
+    if type(input) is not Dual or type(weight) is Dual:
+        dims = tuple(range(-len(_sizes(normalized_shape)), 0))
+        y = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
+        return _affine(y, weight, None)
+    stack, width = _flat_norm_input(input, normalized_shape)
+    weight = _flat(weight)
+    dtype = stack.dtype if weight is None else torch.promote_types(stack.dtype, weight.dtype)
+    if torch.is_autocast_enabled(stack.device.type):
+        dtype = F.rms_norm(stack.new_empty(0, width), (width,), weight).dtype
+    return Dual(ops.rms_norm(stack, weight, eps, dtype).view(input.stack.shape))
+
+
+def _per_channel(weight: Any, ndim: int) -> Any:
+    return None if weight is None else weight.view(-1, *[1] * (ndim - 2))
+
+
+@rule("group_norm", kind="product")
+def group_norm(
+    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
+) -> Any:
+    """From its parts: torch.func.jvp of the norms that save their statistics has a tangent whose
+    gradient forgets the path through them (torch 2.13)."""
+    grouped = input.reshape(input.shape[0], num_groups, -1)
+    y = _standardise(grouped, (-1,), eps).reshape(input.shape)
+    return _affine(y, _per_channel(weight, y.dim()), _per_channel(bias, y.dim()))
+
+
+@rule("instance_norm", kind="product", owners=(F,))
+def instance_norm(
+    input: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    if running_mean is not None:
+        raise RuntimeError(
+            "stars_fast: instance_norm with running statistics updates them in place"
+        )
+    return group_norm(input, input.shape[1], weight, bias, eps)
+
+
+@rule("batch_norm", kind="product", owners=(F,))
+def batch_norm(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *_: Any,
+) -> Any:
+    ndim = input.dim()
+    if training:
+        raise RuntimeError(
+            "stars_fast: batch_norm in training mode mixes the samples, whose Jacobians are then not "
+            "their own, and updates its statistics in place; call eval() on it"
+        )
+    scale = _per_channel(torch.rsqrt(running_var + eps), ndim)
+    y = (input - _per_channel(running_mean, ndim)) * scale
+    return _affine(y, _per_channel(weight, ndim), _per_channel(bias, ndim))
+
+
+# -- attention
+
+
+def _lift(x: Any) -> Tensor:
+    return x.stack if type(x) is Dual else torch.stack((x, torch.zeros_like(x)))
+
+
+def _unfused_attention(
+    q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float, gqa: bool
+) -> Any:
+    """From the parts, for what the fused op leaves out: dropout, a mask with a gradient or a
+    tangent, inputs of unusual rank."""
+    if gqa:
+        groups = q.shape[-3] // k.shape[-3]
+        k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
+    s = (q * scale) @ k.mT
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    if is_causal:
+        keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+        s = s.masked_fill(~keep, -torch.inf)
+    return F.dropout(torch.softmax(s, -1), dropout_p) @ v
+
+
+@rule("scaled_dot_product_attention", kind="fused")
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    if attn_mask is not None and is_causal:
+        raise RuntimeError(
+            "scaled_dot_product_attention: attn_mask must be None when is_causal is True"
+        )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    needs_parts = dropout_p > 0 or not 3 <= query.dim() <= 4
+    if isinstance(attn_mask, Tensor):
+        needs_parts = needs_parts or type(attn_mask) is Dual or attn_mask.requires_grad
+    if needs_parts:
+        return _unfused_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1] != 1:
+        raise RuntimeError(
+            f"scaled_dot_product_attention: query has {query.shape[1]} heads and key "
+            f"{key.shape[1]}; pass enable_gqa=True for grouped heads"
+        )
+    q, k, v = _lift(query), _lift(key), _lift(value)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    if query.dim() == 3:
+        q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
+        if attn_mask is not None and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(1)
+    if k.shape[1] != q.shape[1]:
+        k, v = (x.expand(2, q.shape[1], *x.shape[2:]) for x in (k, v))
+    out = ops.attention(q, k, v, attn_mask, is_causal, scale)
+    return Dual(out.squeeze(2) if query.dim() == 3 else out)

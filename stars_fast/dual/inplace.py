@@ -1,0 +1,46 @@
+"""In-place ops: the result is written into the stack, so that views of it see the change too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from stars_fast.dual.tensor import Dual
+
+
+def check_writable(name: str, target: Any) -> None:
+    """Raise unless `target` is a Dual whose stack may be written."""
+    if type(target) is not Dual:
+        raise RuntimeError(
+            f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor, "
+            "which can't hold it; use the out-of-place form, or allocate with zeros_like/new_zeros "
+            "of a tensor that depends on h"
+        )
+    if target.frozen is not None:
+        raise RuntimeError(
+            f"stars_fast: in-place {name} on a tensor that shares memory through {target.frozen!r}, "
+            "for which no view rule exists; clone it first"
+        )
+
+
+def assign(name: str, target: Dual, result: Any) -> Dual:
+    """Write `result` (a Dual of the same shape) into `target` and return `target`."""
+    check_writable(name, target)
+    if result.shape != target.shape:
+        raise RuntimeError(
+            f"stars_fast: in-place {name}: result of shape {list(result.shape)} does not fit "
+            f"into {list(target.shape)}"
+        )
+    target.stack.copy_(result.stack)
+    return target
+
+
+def inplace_form(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """The in-place form of a rule. It works on a copy of the stack: what the rule saves for its
+    backward must survive the write."""
+
+    def apply(input: Any, *args: Any, **kwargs: Any) -> Dual:
+        check_writable(name, input)
+        return assign(name, input, handler(Dual(input.stack.clone()), *args, **kwargs))
+
+    return apply

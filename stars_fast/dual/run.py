@@ -1,0 +1,57 @@
+"""One dual pass: any block, one stack in, one stack out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.dual.modules import adopt
+from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.tensor import Dual
+
+
+@torch.compiler.disable
+def dual_pass(
+    block: Callable[..., Any], stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Tensor:
+    """Run `block(Dual(stack), *args, **kwargs)` and return the stack of its first output.
+
+    Args:
+        block: module or callable; a tuple, list, mapping or model output counts by its first
+            element.
+        stack: [2, *h.shape], primal and tangent.
+
+    Returns:
+        [2, *output.shape].
+
+    Raises:
+        TypeError: the block returned no tensor, or one that does not depend on its input.
+    """
+    adopt(block)
+    with dual_scope():
+        output = first_output(block(Dual(stack), *args, **kwargs))
+    if type(output) is not Dual:
+        raise TypeError(
+            "block: expected its (first) output to be a tensor that depends on h, got "
+            + (
+                f"a constant tensor of shape {list(output.shape)}: was it detached or rebuilt?"
+                if isinstance(output, Tensor)
+                else type(output).__name__
+            )
+        )
+    return output.stack
+
+
+def first_output(output: Any) -> Any:
+    """The tensor a block's output counts by."""
+    while not isinstance(output, Tensor):
+        if isinstance(output, dict) and output:
+            output = next(iter(output.values()))
+        elif isinstance(output, (tuple, list)) and output:
+            output = output[0]
+        else:
+            break
+    return output

@@ -1,0 +1,82 @@
+"""What a dual pass needs around it: compiled functions run eagerly, custom autograd functions are
+given their tangents.
+
+A `torch.autograd.Function` does not answer `__torch_function__`: left alone it would run on a Dual
+below autograd and lose the gradient. While a pass runs, `Function.apply` looks for Duals first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from stars_fast.dual.fallback import jvp
+from stars_fast.dual.registry import report
+from stars_fast.dual.tensor import Dual
+
+# Functions that hand their inputs on unchanged and act only when backward comes by.
+_PASS_THROUGH = {
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
+    "torch.nn.parallel.distributed._DDPSink",
+}
+# Functions that only keep their inputs for later.
+_KEEPERS = {"torch.utils.checkpoint._NoopSaveInputs"}
+
+_plain_apply = torch.autograd.Function.__dict__["apply"].__func__
+_lock = threading.Lock()
+_depth = 0
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if not any(type(arg) is Dual for arg in args):
+        return _plain_apply(cls, *args, **kwargs)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _KEEPERS:
+        return _plain_apply(cls, *args, **kwargs)
+    if name in _PASS_THROUGH:
+        return _pass_through(cls, args)
+    if name == "torch.utils.checkpoint.CheckpointFunction":
+        raise RuntimeError(
+            "stars_fast: reentrant checkpointing detaches its inputs and would lose the tangent; "
+            "use checkpoint(..., use_reentrant=False)"
+        )
+    # `Function.jvp` of the base class only raises.
+    if cls.jvp is torch.autograd.Function.jvp:
+        raise RuntimeError(
+            f"stars_fast: the custom autograd function {name} has no `jvp`, so its tangent can't "
+            "be computed; define one, or use plain torch functions there"
+        )
+    report(cls.__qualname__, "fallback")
+    return jvp(lambda *inputs: _plain_apply(cls, *inputs), name, args, kwargs)
+
+
+def _pass_through(cls: Any, args: tuple) -> Any:
+    outputs = _plain_apply(cls, *(arg.stack if type(arg) is Dual else arg for arg in args))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return tuple(
+        Dual(out) if type(source) is Dual else out
+        for source, out in zip(inputs, outputs, strict=True)
+    )
+
+
+@contextmanager
+def dual_scope() -> Iterator[None]:
+    """The surroundings of one dual pass."""
+    global _depth
+    with _lock:
+        _depth += 1
+        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+    try:
+        # A compiled function traces tensors, not pairs.
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                torch.autograd.Function.apply = classmethod(_plain_apply)  # type: ignore[method-assign,assignment]

@@ -1,0 +1,365 @@
+"""Ops that only move elements: the same op on the stack, dimensions shifted past the pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.dual.fallback import jvp
+from stars_fast.dual.inplace import check_writable
+from stars_fast.dual.registry import RULES, Rule, objects_named, rule
+from stars_fast.dual.tensor import Dual, align, primal_of
+
+
+def shift(dim: int) -> int:
+    """A dimension of the primal as one of the stack; negative ones stay."""
+    return dim + 1 if dim >= 0 else dim
+
+
+def sizes(args: tuple) -> tuple[int, ...]:
+    """`(2, 3)` from f(2, 3), f((2, 3)) or f(torch.Size)."""
+    if len(args) == 1 and isinstance(args[0], Sequence):
+        return tuple(args[0])
+    return args
+
+
+def structural(
+    *names: str, owners: Sequence[Any] = (torch, torch.Tensor)
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: a rule on the stack that counts dimensions. A Dual of no dimensions, whose stack
+    has one too many to count by, goes through torch.func.jvp."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        plain = next(objects_named(names[0], owners))
+
+        def apply(input: Dual, *args: Any, **kwargs: Any) -> Any:
+            if input.stack.dim() == 1:
+                return jvp(plain, names[0], (input, *args), kwargs)
+            return handler(input, *args, **kwargs)
+
+        rule(*names, kind="stacked", owners=owners)(apply)
+        return handler
+
+    return register
+
+
+@rule("view", kind="stacked")
+def view(input: Dual, *shape: Any) -> Dual:
+    if shape and isinstance(shape[0], torch.dtype):
+        raise RuntimeError("stars_fast: view(dtype) reinterprets bits and has no tangent")
+    return Dual(input.stack.view(2, *sizes(shape)))
+
+
+@rule("view_as", kind="stacked")
+def view_as(input: Dual, other: Tensor) -> Dual:
+    return Dual(input.stack.view(2, *other.shape))
+
+
+@rule("reshape", kind="stacked")
+def reshape(input: Dual, *shape: Any, **kwargs: Any) -> Dual:
+    return Dual(input.stack.reshape(2, *(kwargs.get("shape") or sizes(shape))))
+
+
+@rule("reshape_as", kind="stacked")
+def reshape_as(input: Dual, other: Tensor) -> Dual:
+    return Dual(input.stack.reshape(2, *other.shape))
+
+
+@rule("flatten", kind="stacked")
+def flatten(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
+    if input.stack.dim() == 1:
+        return Dual(input.stack.unsqueeze(1))
+    return Dual(input.stack.flatten(shift(start_dim), shift(end_dim)))
+
+
+@rule("ravel", kind="stacked")
+def ravel(input: Dual) -> Dual:
+    return Dual(input.stack.reshape(2, -1))
+
+
+@structural("unflatten")
+def unflatten(input: Dual, dim: int, sizes: Any) -> Dual:
+    return Dual(input.stack.unflatten(shift(dim), sizes))
+
+
+@structural("transpose", "swapaxes", "swapdims")
+def transpose(input: Dual, dim0: int, dim1: int) -> Dual:
+    return Dual(input.stack.transpose(shift(dim0), shift(dim1)))
+
+
+@rule("t", kind="stacked")
+def t(input: Dual) -> Dual:
+    return Dual(input.stack.transpose(1, 2)) if input.stack.dim() > 2 else input
+
+
+@rule("T", kind="stacked")
+def reverse_dims(input: Dual) -> Dual:
+    return Dual(input.stack.permute(0, *range(input.stack.dim() - 1, 0, -1)))
+
+
+@rule("mT", kind="stacked")
+def matrix_transpose(input: Dual) -> Dual:
+    return Dual(input.stack.transpose(-2, -1))
+
+
+@structural("permute")
+def permute(input: Dual, *dims: Any, **kwargs: Any) -> Dual:
+    order = kwargs.get("dims") or sizes(dims)
+    ndim = input.stack.dim() - 1
+    return Dual(input.stack.permute(0, *(dim % ndim + 1 for dim in order)))
+
+
+@structural("movedim", "moveaxis")
+def movedim(input: Dual, source: Any, destination: Any) -> Dual:
+    def moved(dims: Any) -> Any:
+        return shift(dims) if isinstance(dims, int) else [shift(dim) for dim in dims]
+
+    return Dual(input.stack.movedim(moved(source), moved(destination)))
+
+
+@structural("squeeze")
+def squeeze(input: Dual, *dim: Any, **kwargs: Any) -> Dual:
+    if not dim and not kwargs:
+        return Dual(input.stack.squeeze())
+    dims = sizes((kwargs["dim"],) if "dim" in kwargs else dim)
+    return Dual(input.stack.squeeze(tuple(shift(each) for each in dims)))
+
+
+@rule("unsqueeze", kind="stacked")
+def unsqueeze(input: Dual, dim: int) -> Dual:
+    return Dual(input.stack.unsqueeze(shift(dim)))
+
+
+@rule("expand", "broadcast_to", kind="stacked")
+def expand(input: Dual, *size: Any, **kwargs: Any) -> Dual:
+    target = tuple(kwargs["size"]) if "size" in kwargs else sizes(size)
+    return Dual(align(input.stack, len(target)).expand(2, *target))
+
+
+@rule("expand_as", kind="stacked")
+def expand_as(input: Dual, other: Tensor) -> Dual:
+    return expand(input, other.shape)
+
+
+@rule("repeat", kind="stacked")
+def repeat(input: Dual, *repeats: Any) -> Dual:
+    times = sizes(repeats)
+    return Dual(align(input.stack, len(times)).repeat(1, *times))
+
+
+@structural("repeat_interleave")
+def repeat_interleave(
+    input: Dual, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Dual:
+    stack = input.stack.flatten(1) if dim is None else input.stack
+    axis = 1 if dim is None else shift(dim)
+    return Dual(stack.repeat_interleave(repeats, axis, output_size=output_size))
+
+
+@structural("chunk")
+def chunk(input: Dual, chunks: int, dim: int = 0) -> tuple[Dual, ...]:
+    return tuple(map(Dual, input.stack.chunk(chunks, shift(dim))))
+
+
+@structural("split", "split_with_sizes")
+def split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
+    return tuple(map(Dual, input.stack.split(split_size, shift(dim))))
+
+
+@structural("tensor_split")
+def tensor_split(input: Dual, sections: Any, dim: int = 0) -> tuple[Dual, ...]:
+    return tuple(map(Dual, input.stack.tensor_split(sections, shift(dim))))
+
+
+@structural("unbind")
+def unbind(input: Dual, dim: int = 0) -> tuple[Dual, ...]:
+    return tuple(map(Dual, input.stack.unbind(shift(dim))))
+
+
+@rule("__iter__", kind="stacked")
+def iterate(input: Dual) -> Any:
+    return iter(unbind(input))
+
+
+@structural("narrow")
+def narrow(input: Dual, dim: int, start: Any, length: int) -> Dual:
+    return Dual(input.stack.narrow(shift(dim), start, length))
+
+
+@structural("select")
+def select(input: Dual, dim: int, index: int) -> Dual:
+    return Dual(input.stack.select(shift(dim), index))
+
+
+@structural("diagonal")
+def diagonal(input: Dual, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Dual:
+    return Dual(input.stack.diagonal(offset, shift(dim1), shift(dim2)))
+
+
+@structural("unfold", owners=(torch.Tensor,))
+def unfold(input: Dual, dimension: int, size: int, step: int) -> Dual:
+    return Dual(input.stack.unfold(shift(dimension), size, step))
+
+
+def _lift_all(tensors: Sequence[Any]) -> list[Tensor]:
+    """The stacks of Duals and, with a zero tangent, of plain tensors."""
+    dtype = next(each.stack.dtype for each in tensors if type(each) is Dual)
+    return [
+        each.stack
+        if type(each) is Dual
+        else torch.stack((each, torch.zeros_like(each)))
+        if each.is_floating_point()
+        else torch.stack((each, torch.zeros_like(each))).to(dtype)
+        for each in tensors
+    ]
+
+
+@rule("cat", "concat", "concatenate", kind="stacked")
+def cat(tensors: Sequence[Any], dim: int = 0) -> Dual:
+    # torch skips empty one-dimensional tensors whatever the others' rank.
+    parts = [each for each in tensors if tuple(each.shape) != (0,)]
+    return Dual(torch.cat(_lift_all(parts or tensors), shift(dim)))
+
+
+@rule("stack", kind="stacked")
+def stack(tensors: Sequence[Any], dim: int = 0) -> Dual:
+    return Dual(torch.stack(_lift_all(tensors), shift(dim)))
+
+
+@rule("contiguous", kind="stacked")
+def contiguous(input: Dual, memory_format: torch.memory_format = torch.contiguous_format) -> Dual:
+    if memory_format is not torch.contiguous_format:
+        return _each(torch.Tensor.contiguous)(input, memory_format=memory_format)
+    return input if input.stack[0].is_contiguous() else Dual(input.stack.contiguous())
+
+
+@rule("clone", kind="stacked")
+def clone(input: Dual, **kwargs: Any) -> Dual:
+    return Dual(input.stack.clone())
+
+
+def _converted(input: Dual, stack: Tensor) -> Any:
+    if stack is input.stack:
+        return input
+    # A conversion to integers asks about values; floats keep their tangent.
+    return Dual(stack) if stack.is_floating_point() or stack.is_complex() else stack[0]
+
+
+@rule("to", kind="stacked")
+def to(input: Dual, *args: Any, **kwargs: Any) -> Any:
+    args = tuple(primal_of(arg) for arg in args)
+    kwargs = {key: primal_of(value) for key, value in kwargs.items()}
+    kwargs.pop("memory_format", None)
+    return _converted(input, input.stack.to(*args, **kwargs))
+
+
+@rule("type_as", kind="stacked")
+def type_as(input: Dual, other: Tensor) -> Any:
+    return _converted(input, input.stack.type_as(primal_of(other)))
+
+
+@rule("type", kind="stacked")
+def type_(input: Dual, dtype: Any = None, **kwargs: Any) -> Any:
+    if dtype is None:
+        return input.stack.type()
+    return _converted(input, input.stack.type(dtype, **kwargs))
+
+
+def _register_casts() -> None:
+    for name in ("float", "half", "bfloat16", "double", "cpu", "cuda"):
+        cast = getattr(torch.Tensor, name)
+
+        def handler(input: Dual, *args: Any, _cast: Any = cast, **kwargs: Any) -> Any:
+            kwargs.pop("memory_format", None)
+            return _converted(input, _cast(input.stack, *args, **kwargs))
+
+        for target in objects_named(name):
+            RULES[target] = Rule(name, "stacked", handler)
+
+
+_register_casts()
+
+
+# -- indexing
+
+
+def _is_basic(index: Any) -> bool:
+    items = index if isinstance(index, tuple) else (index,)
+    return all(
+        item is None
+        or item is Ellipsis
+        or isinstance(item, slice)
+        or (isinstance(item, int) and not isinstance(item, bool))
+        for item in items
+    )
+
+
+def _plain_index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(primal_of(item) for item in index)
+    return primal_of(index)
+
+
+@rule("__getitem__", kind="stacked")
+def getitem(input: Dual, index: Any) -> Dual:
+    if _is_basic(index):
+        items = index if isinstance(index, tuple) else (index,)
+        return Dual(input.stack[(slice(None), *items)])
+    # Advanced indices may move dimensions to the front: take each half by itself.
+    index = _plain_index(index)
+    return Dual(torch.stack((input.stack[0][index], input.stack[1][index])))
+
+
+@rule("__setitem__", kind="in-place")
+def setitem(input: Any, index: Any, value: Any) -> None:
+    check_writable("__setitem__", input)
+    index = _plain_index(index)
+    halves = value.stack.unbind(0) if type(value) is Dual else (value, 0)
+    for half, content in zip((0, 1), halves, strict=True):
+        input.stack[half][index] = content
+
+
+# -- linear ops without a cheaper form: each half by itself
+
+
+def _each(func: Callable[..., Any]) -> Callable[..., Any]:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        sources = {id(arg): arg for arg in (*args, *kwargs.values()) if type(arg) is Dual}
+        if len(sources) != 1:
+            return jvp(func, getattr(func, "__name__", str(func)), args, kwargs)
+
+        def half(i: int) -> Tensor:
+            return func(
+                *(arg.stack[i] if type(arg) is Dual else arg for arg in args),
+                **{k: a.stack[i] if type(a) is Dual else a for k, a in kwargs.items()},
+            )
+
+        return Dual(torch.stack((half(0), half(1))))
+
+    return handler
+
+
+def _register_linear() -> None:
+    names = (
+        "gather index_select take take_along_dim masked_select cumsum flip fliplr flipud roll rot90 "
+        "tile tril triu diag diag_embed trace pixel_shuffle pixel_unshuffle"
+    )
+    for name in names.split():
+        for target in objects_named(name):
+            RULES[target] = Rule(name, "stacked", _each(target))
+
+
+_register_linear()
+
+
+@rule("pad", kind="stacked")
+def pad(input: Dual, pad: Any, mode: str = "constant", value: float | None = None) -> Dual:
+    from torch.nn.functional import pad as pad_tensor
+
+    primal, tangent = input.stack.unbind(0)
+    if mode == "constant":
+        return Dual.join(pad_tensor(primal, pad, mode, value), pad_tensor(tangent, pad, mode, 0.0))
+    return Dual.join(pad_tensor(primal, pad, mode), pad_tensor(tangent, pad, mode))

@@ -1,0 +1,132 @@
+"""`Dual`: a primal and its tangent in one stacked tensor, which any PyTorch code takes for a tensor.
+
+`Dual(stack)` with `stack` of shape [2, *shape] stands for a tensor of shape `shape`: `stack[0]` is
+the primal, `stack[1]` the tangent. Every torch function that meets a Dual arrives in
+`__torch_function__`; an op with a rule takes it (`registry.RULES`), any other op falls to
+`torch.func.jvp` of that one op (`fallback`). Autograd runs on the stack alone, so the gradient of
+whatever is computed from tangents is exact, and module hooks, checkpointing and DDP see nothing new.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.dual.registry import RULES, report
+
+_get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+
+
+class Dual(torch.Tensor):
+    """A tensor with a tangent. Shape, dtype, device and control flow are the primal's.
+
+    Args:
+        stack: [2, *shape], floating point; primal first, tangent second.
+
+    Raises:
+        TypeError: `stack` is not a floating-point (or complex) tensor.
+        ValueError: the leading dimension of `stack` is not 2.
+    """
+
+    stack: Tensor
+    frozen: str | None
+
+    @staticmethod
+    def __new__(cls, stack: Tensor) -> Dual:
+        if not (stack.is_floating_point() or stack.is_complex()):
+            raise TypeError(f"Dual: stack must be floating point, got {stack.dtype}")
+        if stack.dim() == 0 or stack.shape[0] != 2:
+            raise ValueError(f"Dual: stack must have shape [2, ...], got {list(stack.shape)}")
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            stack.shape[1:],
+            dtype=stack.dtype,
+            device=stack.device,
+            requires_grad=stack.requires_grad,
+        )
+        self.stack = stack
+        self.frozen = None
+        return self
+
+    def __init__(self, stack: Tensor) -> None:
+        pass
+
+    @property
+    def primal(self) -> Tensor:
+        """The value, [*shape]: a view of the stack."""
+        return self.stack[0]
+
+    @property
+    def tangent(self) -> Tensor:
+        """The tangent, [*shape]: a view of the stack."""
+        return self.stack[1]
+
+    @classmethod
+    def join(cls, primal: Tensor, tangent: Tensor) -> Dual:
+        """The Dual of a primal and a tangent; the tangent is broadcast and cast to the primal."""
+        if tangent.dtype != primal.dtype:
+            tangent = tangent.to(primal.dtype)
+        if tangent.shape != primal.shape:
+            tangent = tangent.expand(primal.shape)
+        return cls(torch.stack((primal, tangent)))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = RULES.get(func)
+        if found is None:
+            from stars_fast.dual.fallback import unknown
+
+            return unknown(func, args, kwargs)
+        for arg in args:
+            if type(arg) is Dual:
+                _check_history(arg)
+        report(found.name, found.kind)
+        return found.handler(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        raise RuntimeError(
+            f"stars_fast: {func} reached a Dual below its rules (torch functions are disabled here), "
+            "where its tangent would be lost; call the op outside DisableTorchFunction"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Dual(primal={self.primal!r}, tangent={self.tangent!r})"
+
+    def __deepcopy__(self, memo: dict) -> Dual:
+        raise RuntimeError("stars_fast: a Dual lives inside one pass and can't be deep-copied")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError("stars_fast: a Dual lives inside one pass and can't be pickled")
+
+
+def _check_history(dual: Dual) -> None:
+    """A Dual's wrapper is always a leaf: history on it comes from a custom autograd.Function that
+    ran on the pair as if it were a tensor, and autograd would lose the gradient of the stack."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if _get_is_leaf(dual):
+            return
+        node = torch.Tensor.grad_fn.__get__(dual)  # type: ignore[attr-defined]
+    raise RuntimeError(
+        f"stars_fast: the custom autograd function {node.name()} was applied to a Dual where it "
+        "can't be given its tangent (inside a recomputed region); give it a `jvp`, or keep it out "
+        "of the checkpointed part of the block"
+    )
+
+
+def primal_of(value: Any) -> Any:
+    """The primal of a Dual; anything else unchanged."""
+    return value.stack[0] if type(value) is Dual else value
+
+
+def align(stack: Tensor, ndim: int) -> Tensor:
+    """The stack of a Dual as one of `ndim` dimensions, for broadcasting: ones after the pair."""
+    missing = ndim + 1 - stack.dim()
+    return stack.view(2, *([1] * missing), *stack.shape[1:]) if missing > 0 else stack

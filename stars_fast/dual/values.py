@@ -1,0 +1,162 @@
+"""Questions about a Dual, answered by its primal: shape, dtype, comparisons, control flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.dual.registry import add_rule, objects_named, rule
+from stars_fast.dual.tensor import Dual, primal_of
+
+# Answered by the primal with no tangent: the derivative is zero or there is none to speak of.
+_PRIMAL = """
+    dtype device layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn
+    is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device is_floating_point
+    is_complex is_contiguous is_inference is_conj stride storage_offset is_same_size
+    bool item tolist __bool__ __int__ __float__ __index__ __contains__ is_nonzero
+    eq ne lt le gt ge equal __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater
+    greater_equal less less_equal not_equal isnan isinf isfinite isposinf isneginf isreal signbit
+    logical_not logical_and logical_or logical_xor any all argmax argmin argsort count_nonzero nonzero
+    bucketize searchsorted sign sgn floor ceil round trunc
+    long int short byte numpy __array__
+    rand_like randn_like randint_like ones_like full_like new_ones new_full new_tensor new_empty
+    result_type can_cast is_signed is_distributed has_names
+""".split()
+
+
+def _by_primal(target: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(primal_of(arg) for arg in args)
+        return target(*args, **{key: primal_of(value) for key, value in kwargs.items()})
+
+    return answer
+
+
+def _register_primal() -> None:
+    from stars_fast.dual.registry import RULES, Rule
+
+    for name in _PRIMAL:
+        for target in objects_named(name):
+            RULES[target] = Rule(name, "primal", _by_primal(target))
+
+
+_register_primal()
+
+
+@rule("shape", kind="primal")
+def shape(input: Dual) -> torch.Size:
+    return input.stack.shape[1:]
+
+
+@rule("size", kind="primal")
+def size(input: Dual, dim: int | None = None) -> Any:
+    return input.stack.shape[1:] if dim is None else input.stack.shape[1:][dim]
+
+
+@rule("dim", "ndimension", kind="primal")
+def dim(input: Dual) -> int:
+    return input.stack.dim() - 1
+
+
+@rule("ndim", kind="primal")
+def ndim(input: Dual) -> int:
+    return input.stack.dim() - 1
+
+
+@rule("numel", "nelement", kind="primal")
+def numel(input: Dual) -> int:
+    return input.stack.numel() // 2
+
+
+@rule("__len__", kind="primal")
+def length(input: Dual) -> int:
+    if input.stack.dim() == 1:
+        raise TypeError("len() of a 0-d tensor")
+    return input.stack.shape[1]
+
+
+@rule("requires_grad", kind="primal")
+def requires_grad(input: Dual) -> bool:
+    return input.stack.requires_grad
+
+
+@rule("grad_fn", kind="primal")
+def grad_fn(input: Dual) -> Any:
+    return input.stack.grad_fn
+
+
+@rule("is_leaf", kind="primal")
+def is_leaf(input: Dual) -> bool:
+    return input.stack.is_leaf
+
+
+@rule("grad", kind="primal")
+def grad(input: Dual) -> None:
+    return None
+
+
+@rule("register_hook", kind="primal")
+def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """The hook sees the gradient of the stack, [2, ...]: when backward comes by is what wrappers
+    such as FSDP want to know."""
+    return input.stack.register_hook(hook)
+
+
+@rule("detach", "data", kind="primal")
+def detach(input: Dual) -> Tensor:
+    """A constant, as under torch.func.jvp: its tangent is zero."""
+    return input.stack[0].detach()
+
+
+@rule("zeros_like", kind="stacked")
+def zeros_like(input: Dual, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """A Dual (with a zero tangent), so that what depends on h can be written into it."""
+    kwargs.pop("memory_format", None)
+    dtype = input.stack.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        return torch.zeros_like(input.stack[0], dtype=dtype, **kwargs)
+    return Dual(torch.zeros_like(input.stack, dtype=dtype, **kwargs))
+
+
+@rule("empty_like", kind="stacked")
+def empty_like(input: Dual, **kwargs: Any) -> Any:
+    return zeros_like(input, **kwargs)
+
+
+@rule("new_zeros", kind="stacked")
+def new_zeros(input: Dual, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+    dtype = input.stack.dtype if dtype is None else dtype
+    if not dtype.is_floating_point:
+        return input.stack.new_zeros(size, dtype=dtype, **kwargs)
+    return Dual(input.stack.new_zeros((2, *size), dtype=dtype, **kwargs))
+
+
+def _refuse(names: str, reason: str) -> None:
+    for name in names.split():
+
+        def handler(*args: Any, _name: str = name, **kwargs: Any) -> None:
+            raise RuntimeError(f"stars_fast: {_name} of a tensor with a tangent: {reason}")
+
+        add_rule(name, "primal", handler)
+
+
+_refuse("backward", "call backward on the loss that fused_jsrr or fused_jvp returns")
+_refuse("data_ptr", "it has no memory of its own; compiled kernels need a rule")
+_refuse("untyped_storage", "it has no storage of its own")
+_refuse("set_", "in-place set_ can't carry it")
+_refuse("resize_", "in-place resize_ can't carry it")
+_refuse("requires_grad_", "in-place requires_grad_ is for leaves; pass h that requires grad")
+_refuse(
+    "as_strided as_strided_ as_strided_copy as_strided_scatter",
+    "it counts in the memory of a tensor, and a pair has two; use indexing or view",
+)
+_refuse(
+    "native_layer_norm native_batch_norm native_group_norm _native_batch_norm_legit "
+    "_batch_norm_with_update",
+    "the gradient of its forward derivative in torch forgets the path through the statistics; "
+    "use the function of torch.nn.functional",
+)

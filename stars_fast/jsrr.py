@@ -1,0 +1,226 @@
+"""The Jacobian of a looped block, in a random direction: `fused_jsrr` and `fused_jvp`.
+
+    seed        v ~ N(0, I), one direction a sample, scaled to unit RMS
+    dual pass   (h, u) -> (Phi(h), J u), one pass through the block
+    norm        mean over samples of mean(J u * J u)  =  ||J v||^2 with ||v|| = 1
+
+A unit vector over D entries has entries of size D^-1/2, too small for 16-bit numbers. The tangent is
+linear, so u = sqrt(D) v is carried instead, and the mean over the D entries of (J u)^2 is ||J v||^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from stars_fast.dual.run import dual_pass
+from stars_fast.rows import Rows, choose_rows, take_rows
+
+Block = Callable[..., Any]
+
+
+def fused_jvp(
+    block: Block,
+    h: Tensor,
+    v: Tensor,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Value and Jacobian-vector product of a block, in one pass.
+
+    Both results are differentiable in the block's weights, in `h` and in `v`.
+
+    Args:
+        block: any module or callable `h -> h'`; a tuple, mapping or model output counts by its
+            first element.
+        h: floating point, any shape, e.g. [B, S, D].
+        v: the direction, of h's shape and dtype. It is carried at unit RMS and scaled back.
+        args: further positional arguments of `block`.
+        kwargs: keyword arguments of `block`.
+
+    Returns:
+        `(block(h), J v)`, in the order of `torch.func.jvp`.
+
+    Raises:
+        TypeError: `h` or `v` is not a floating-point tensor, or the block returned no tensor that
+            depends on `h`.
+        ValueError: `v` does not have h's shape, dtype and device.
+        RuntimeError: the block met an op whose tangent can't be computed; the op is named.
+    """
+    _check_h(h)
+    _check_v(v, h)
+    scale = v.detach().float().square().mean().sqrt()
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    wide = v.dtype if v.dtype == torch.float64 else torch.float32
+    u = (v.to(wide) / scale).to(v.dtype)
+    out = dual_pass(block, torch.stack((h, u)), args, kwargs or {})
+    return out[0], (out[1].to(wide) * scale).to(out.dtype)
+
+
+@overload
+def fused_jsrr(
+    block: Block,
+    h: Tensor,
+    *,
+    args: Sequence[Any] = ...,
+    kwargs: dict[str, Any] | None = ...,
+    v: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    power_steps: int = ...,
+    through_power_steps: bool = ...,
+    normalize: Literal["sample", "batch"] = ...,
+    detach: bool = ...,
+    fraction: float = ...,
+    generator: torch.Generator | None = ...,
+    return_output: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def fused_jsrr(
+    block: Block,
+    h: Tensor,
+    *,
+    args: Sequence[Any] = ...,
+    kwargs: dict[str, Any] | None = ...,
+    v: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    power_steps: int = ...,
+    through_power_steps: bool = ...,
+    normalize: Literal["sample", "batch"] = ...,
+    detach: bool = ...,
+    fraction: float = ...,
+    generator: torch.Generator | None = ...,
+    return_output: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def fused_jsrr(
+    block: Block,
+    h: Tensor,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    v: Tensor | None = None,
+    mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    power_steps: int = 1,
+    through_power_steps: bool = False,
+    normalize: Literal["sample", "batch"] = "sample",
+    detach: bool = True,
+    fraction: float = 1.0,
+    generator: torch.Generator | None = None,
+    return_output: bool = False,
+) -> Any:
+    """Jacobian spectral radius regularisation (STARS, eq. for L_JSRR): mean_i ||J_i v_i||^2.
+
+    J_i is the Jacobian of the block at sample i of `h` and v_i a random unit direction. With one
+    power step the expected value is the mean squared singular value ||J||_F^2 / D; with many it
+    tends to the squared spectral radius. The loss is differentiable in the block's weights (and in
+    `h` with `detach=False`).
+
+    Args:
+        block: any module or callable `h -> h'` that keeps the shape and treats the rows of the batch
+            independently; a tuple, mapping or model output counts by its first element.
+        h: the state, [B, S, D] floating point; or [1, total, D] with `cu_seqlens`.
+        args: further positional arguments of `block`.
+        kwargs: keyword arguments of `block`.
+        v: direction of h's shape, instead of a random one; masked and normalised like it.
+        mask: [B, S], boolean or 0/1, True for real tokens: v is zero on the others and they do not
+            count in the norm. It is not handed to `block`.
+        cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row, each
+            with its own v and its own norm. It is not handed to `block`.
+        power_steps: v <- J v / ||J v||, this many times; the last gives the loss.
+        through_power_steps: differentiate through the earlier power steps too.
+        normalize: "sample" gives every sample (or document) its own unit v; "batch" one unit v over
+            the whole tensor, as in the published code. Both have the same expected value where
+            samples are of equal length.
+        detach: evaluate J at `h.detach()`: the loss reaches weights only.
+        fraction: of the samples, in (0, 1], drawn without replacement: an unbiased estimate at this
+            part of the cost. Tensors in `args` and `kwargs` whose first dimension is B are cut along
+            with `h`. With `cu_seqlens` or `return_output` the others stay in the pass with a zero v:
+            unbiased too, but at full cost.
+        generator: of v and of the drawn samples. Under activation checkpointing around this call use
+            the global generator (checkpointing restores it) or pass `v`.
+        return_output: also return the primal output, which the pass computes anyway.
+
+    Returns:
+        The loss, a scalar in fp32 (fp64 for fp64 input); with `return_output` the pair
+        `(block(h), loss)`. Samples without a real token do not count; with none at all the loss is 0.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or range, named.
+        ValueError: `return_output` with `detach` where `h` requires a gradient: one pass can't be cut
+            off from `h` for the loss and stay connected for the output.
+        RuntimeError: the block met an op whose tangent can't be computed; the op is named.
+    """
+    kwargs = kwargs or {}
+    _check_h(h)
+    _check_options(power_steps, normalize, fraction)
+    if detach and h.requires_grad and return_output and torch.is_grad_enabled():
+        raise ValueError(
+            "detach: one pass can't cut the loss off from h and keep the output connected to it; "
+            "pass detach=False (the loss then reaches h too) or h.detach()"
+        )
+    if detach:
+        h = h.detach()
+    rows = Rows.of(h, mask, cu_seqlens)
+    if v is None:
+        v = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
+    else:
+        _check_v(v, h)
+        v = v.to(rows.dtype)
+
+    if fraction < 1.0:
+        chosen = choose_rows(rows.count, fraction, generator, h.device)
+        if cu_seqlens is None and not return_output:
+            size = h.shape[0]
+            h, v, rows = h[chosen], v[chosen], rows.take(chosen)
+            args, kwargs = take_rows((args, kwargs), chosen, size)
+        else:
+            rows = rows.keep(chosen)
+
+    output = h
+    for step in range(power_steps):
+        last = step == power_steps - 1
+        u = rows.unit_rms(v, normalize).to(h.dtype)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or through_power_steps)):
+            output, v = dual_pass(block, torch.stack((h, u)), args, kwargs)
+        if v.shape != h.shape:
+            raise ValueError(
+                f"block: expected an output of h's shape {list(h.shape)}, got {list(v.shape)}"
+            )
+        v = v.to(rows.dtype)
+    loss = rows.mean_square(v, normalize)
+    return (output, loss) if return_output else loss
+
+
+def _check_h(h: Any) -> None:
+    if not isinstance(h, Tensor) or not h.is_floating_point():
+        kind = h.dtype if isinstance(h, Tensor) else type(h).__name__
+        raise TypeError(f"h: expected a floating-point tensor, got {kind}")
+
+
+def _check_v(v: Any, h: Tensor) -> None:
+    if not isinstance(v, Tensor):
+        raise TypeError(f"v: expected a tensor, got {type(v).__name__}")
+    if v.shape != h.shape or v.dtype != h.dtype or v.device != h.device:
+        raise ValueError(
+            f"v: expected the shape, dtype and device of h ({list(h.shape)}, {h.dtype}, {h.device}), "
+            f"got {list(v.shape)}, {v.dtype}, {v.device}"
+        )
+
+
+def _check_options(power_steps: Any, normalize: Any, fraction: Any) -> None:
+    if not isinstance(power_steps, int) or power_steps < 1:
+        raise ValueError(f"power_steps: expected an integer of at least 1, got {power_steps!r}")
+    if normalize not in ("sample", "batch"):
+        raise ValueError(f"normalize: expected 'sample' or 'batch', got {normalize!r}")
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"fraction: expected a number in (0, 1], got {fraction!r}")

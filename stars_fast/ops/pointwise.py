@@ -1,0 +1,168 @@
+"""Elementwise functions, dual forward and its backward.
+
+    y = f(x)                      y_dot = f'(x) x_dot
+    x_dot_bar = f'(x) y_dot_bar   x_bar = f'(x) y_bar + f''(x) x_dot y_dot_bar
+
+`DERIVATIVES[name](x)` gives f, f' and f''. Only x is saved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from stars_fast.ops.precision import widen
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def _silu(x: Tensor) -> Triple:
+    s = torch.sigmoid(x)
+    f = x * s
+    slope = s * (1 - s)
+    return f, s + x * slope, slope * (2 + x * (1 - 2 * s))
+
+
+def _gelu(x: Tensor) -> Triple:
+    density = torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    cumulative = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+    return F.gelu(x), cumulative + x * density, density * (2 - x * x)
+
+
+def _gelu_tanh(x: Tensor) -> Triple:
+    scale, cubic = math.sqrt(2 / math.pi), 0.044715
+    t = torch.tanh(scale * (x + cubic * x**3))
+    du = scale * (1 + 3 * cubic * x * x)
+    d2u = 6 * scale * cubic * x
+    sech2 = 1 - t * t
+    first = 0.5 * (1 + t) + 0.5 * x * sech2 * du
+    second = sech2 * du + 0.5 * x * sech2 * (d2u - 2 * t * du * du)
+    return F.gelu(x, approximate="tanh"), first, second
+
+
+def _relu(x: Tensor) -> Triple:
+    return F.relu(x), (x > 0).to(x.dtype), torch.zeros_like(x)
+
+
+def _sigmoid(x: Tensor) -> Triple:
+    s = torch.sigmoid(x)
+    slope = s * (1 - s)
+    return s, slope, slope * (1 - 2 * s)
+
+
+def _tanh(x: Tensor) -> Triple:
+    t = torch.tanh(x)
+    slope = 1 - t * t
+    return t, slope, -2 * t * slope
+
+
+def _exp(x: Tensor) -> Triple:
+    e = torch.exp(x)
+    return e, e, e
+
+
+def _log(x: Tensor) -> Triple:
+    inverse = 1 / x
+    return torch.log(x), inverse, -inverse * inverse
+
+
+def _sqrt(x: Tensor) -> Triple:
+    y = torch.sqrt(x)
+    return y, 0.5 / y, -0.25 / (y * x)
+
+
+def _rsqrt(x: Tensor) -> Triple:
+    y = torch.rsqrt(x)
+    return y, -0.5 * y / x, 0.75 * y / (x * x)
+
+
+def _reciprocal(x: Tensor) -> Triple:
+    y = 1 / x
+    return y, -y * y, 2 * y**3
+
+
+def _square(x: Tensor) -> Triple:
+    return x * x, 2 * x, torch.full_like(x, 2.0)
+
+
+def _sin(x: Tensor) -> Triple:
+    s = torch.sin(x)
+    return s, torch.cos(x), -s
+
+
+def _cos(x: Tensor) -> Triple:
+    c = torch.cos(x)
+    return c, -torch.sin(x), -c
+
+
+def _erf(x: Tensor) -> Triple:
+    slope = torch.exp(-x * x) * (2 / math.sqrt(math.pi))
+    return torch.erf(x), slope, -2 * x * slope
+
+
+def _abs(x: Tensor) -> Triple:
+    return torch.abs(x), torch.sign(x), torch.zeros_like(x)
+
+
+DERIVATIVES: dict[str, Callable[[Tensor], Triple]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+    "sigmoid": _sigmoid,
+    "tanh": _tanh,
+    "exp": _exp,
+    "log": _log,
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "reciprocal": _reciprocal,
+    "square": _square,
+    "sin": _sin,
+    "cos": _cos,
+    "erf": _erf,
+    "abs": _abs,
+}
+
+
+class _Pointwise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.name = name
+        wide = widen(x)
+        f, f1, _ = DERIVATIVES[name](wide[0])
+        return torch.stack((f, f1 * wide[1])).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        wide, g = widen(x), widen(g)
+        _, f1, f2 = DERIVATIVES[ctx.name](wide[0])
+        x_bar = torch.addcmul(f1 * g[0], f2, wide[1] * g[1])
+        return torch.stack((x_bar, f1 * g[1])).to(x.dtype), None, None
+
+
+def pointwise(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    """Dual elementwise function.
+
+    Args:
+        x: [2, ...].
+        name: a key of `DERIVATIVES`.
+        dtype: of the result; by default that of `x`.
+
+    Returns:
+        [2, ...]. 16-bit inputs are computed in fp32.
+
+    Raises:
+        ValueError: `name` is unknown.
+    """
+    if name not in DERIVATIVES:
+        raise ValueError(f"pointwise: name must be one of {sorted(DERIVATIVES)}, got {name!r}")
+    return _Pointwise.apply(x, name, dtype or x.dtype)

@@ -1,0 +1,171 @@
+"""Samples of a state: which entries belong to which sample, and norms over them.
+
+A sample is a row of the batch, less its pads, or a document of a packed row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The samples of a state [B, ..., D].
+
+    Attributes:
+        valid: broadcastable to the state, in its computing dtype: 1 on real entries, 0 on pads; None
+            where all are real.
+        sizes: [n], real entries of each sample.
+        owner: [total], the document of each token of a packed row; None for a plain batch.
+        weight: [n], 0 for samples that do not count (empty, or not drawn), else 1.
+    """
+
+    valid: Tensor | None
+    sizes: Tensor
+    owner: Tensor | None
+    weight: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """fp32, or fp64 for fp64 states: what norms are computed in."""
+        return self.sizes.dtype
+
+    @property
+    def count(self) -> int:
+        """Number of samples."""
+        return self.sizes.shape[0]
+
+    @classmethod
+    def of(cls, h: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Rows:
+        """The samples of `h` under a mask [B, S] or document bounds [n + 1].
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong type or shape, named.
+        """
+        dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
+        if h.dim() < 2:
+            raise ValueError(f"h: expected at least 2 dimensions [B, ..., D], got {list(h.shape)}")
+        if mask is not None and cu_seqlens is not None:
+            raise ValueError("mask: expected None when cu_seqlens is given, got a tensor")
+        if cu_seqlens is not None:
+            return cls._packed(h, cu_seqlens, dtype)
+        width = h[0].numel()
+        if mask is None:
+            sizes = torch.full((h.shape[0],), width, dtype=dtype, device=h.device)
+            return cls(None, sizes, None, torch.ones_like(sizes))
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"mask: expected a tensor, got {type(mask).__name__}")
+        if h.dim() != 3 or mask.shape != h.shape[:2]:
+            raise ValueError(
+                f"mask: expected shape [B, S] for h [B, S, D] = {list(h.shape)}, "
+                f"got {list(mask.shape)}"
+            )
+        valid = (mask != 0).to(h.device, dtype)
+        sizes = valid.sum(1) * h.shape[-1]
+        return cls(valid.unsqueeze(-1), sizes, None, (sizes > 0).to(dtype))
+
+    @classmethod
+    def _packed(cls, h: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Rows:
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_floating_point():
+            raise TypeError("cu_seqlens: expected a tensor of integers")
+        if h.dim() != 3 or h.shape[0] != 1:
+            raise ValueError(
+                f"h: expected shape [1, total, D] with cu_seqlens, got {list(h.shape)}"
+            )
+        total = h.shape[1]
+        if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+            raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
+        fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (cu_seqlens.diff() >= 0).all()
+        expected = f"cu_seqlens: expected bounds that rise from 0 to total = {total}"
+        if cu_seqlens.device.type != "cpu":
+            torch._assert_async(fits, expected)  # asking the device would make the host wait
+        elif not fits:
+            raise ValueError(f"{expected}, got {cu_seqlens.tolist()}")
+        lengths = cu_seqlens.diff().to(h.device)
+        documents = torch.arange(len(lengths), device=h.device)
+        owner = torch.repeat_interleave(documents, lengths, output_size=total)
+        sizes = lengths.to(dtype) * h.shape[-1]
+        return cls(None, sizes, owner, (sizes > 0).to(dtype))
+
+    def take(self, chosen: Tensor) -> Rows:
+        """The samples `chosen` of a plain batch, cut out."""
+        valid = None if self.valid is None else self.valid[chosen]
+        return Rows(valid, self.sizes[chosen], None, self.weight[chosen])
+
+    def keep(self, chosen: Tensor) -> Rows:
+        """All samples in place, only `chosen` of them counting."""
+        drawn = torch.zeros_like(self.weight).index_fill_(0, chosen, 1.0)
+        return replace(self, weight=self.weight * drawn)
+
+    def _square_sums(self, x: Tensor) -> Tensor:
+        """[n]: sum of squares over the real entries of each sample."""
+        square = x.square() if self.valid is None else x.square() * self.valid
+        if self.owner is None:
+            return square.flatten(1).sum(1)
+        return square.new_zeros(self.count).index_add(0, self.owner, square[0].sum(-1))
+
+    def _spread(self, per_sample: Tensor, x: Tensor) -> Tensor:
+        """[n] -> broadcastable to x."""
+        if self.owner is None:
+            return per_sample.view(-1, *[1] * (x.dim() - 1))
+        return per_sample[self.owner].view(1, -1, 1)
+
+    def unit_rms(self, v: Tensor, normalize: str) -> Tensor:
+        """v with unit RMS over the real entries of each sample (or of the batch), 0 elsewhere."""
+        if self.valid is not None:
+            v = v * self.valid
+        sums, sizes = self._square_sums(v) * self.weight, self.sizes * self.weight
+        if normalize == "batch":
+            sums, sizes = sums.sum().expand(self.count), sizes.sum().expand(self.count)
+        # Where v vanishes any factor will do; 1 keeps the gradient of the root finite.
+        factor = torch.where(sums > 0, sizes / torch.where(sums > 0, sums, 1.0), 1.0).sqrt()
+        return v * self._spread(factor * self.weight, v)
+
+    def mean_square(self, jv: Tensor, normalize: str) -> Tensor:
+        """The loss from J u: mean over samples of the mean square over their real entries."""
+        sums, sizes = self._square_sums(jv) * self.weight, self.sizes * self.weight
+        if normalize == "batch":
+            return sums.sum() / sizes.sum().clamp_min(1.0)
+        means = sums / torch.where(sizes > 0, sizes, 1.0)
+        return means.sum() / self.weight.sum().clamp_min(1.0)
+
+
+def choose_rows(
+    count: int, fraction: float, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Indices of round(fraction * count) samples, at least one, drawn without replacement, sorted."""
+    number = max(1, round(fraction * count))
+    where = generator.device if generator is not None else device
+    order = torch.randperm(count, generator=generator, device=where)
+    return order[:number].sort().values.to(device)
+
+
+def take_rows(tree: Any, chosen: Tensor, size: int) -> Any:
+    """Cut every tensor in a tree whose first dimension is the batch's along with it.
+
+    Raises:
+        ValueError: a [B, B] tensor, which may be per sample or a square mask over S = B tokens.
+    """
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != size or size == 1:
+            return leaf
+        if leaf.dim() == 2 and leaf.shape[1] == size:
+            raise ValueError(
+                f"fraction: can't tell whether an argument of shape {list(leaf.shape)} is per sample "
+                "or a mask over tokens; give it a leading dimension of 1 or B"
+            )
+        return leaf[chosen.to(leaf.device)]
+
+    return tree_map(cut, tree)
+
+
+def sample_of(h: Tensor, tree: Any, index: int) -> tuple[Tensor, Any]:
+    """Sample `index` of a state and of the arguments that go with it, as a batch of one."""
+    chosen = torch.tensor([index], device=h.device)
+    return h[index : index + 1], take_rows(tree, chosen, h.shape[0])

@@ -1,0 +1,9 @@
+"""Shared set-up: few threads, so that parallel runs of the suite do not fight for cores."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+torch.set_num_threads(1)

@@ -1,0 +1,71 @@
+"""What every dual result is compared with: torch.func.jvp of a function, and autograd of that."""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+# Relative error in the L2 norm. fp64: a few hundred roundings of 1e-16 in a block.
+FP64 = 1e-9
+
+
+def relative_error(got, expected):
+    """||got - expected|| / ||expected||, and 0 where both vanish."""
+    got, expected = got.detach().double(), expected.detach().double()
+    assert got.shape == expected.shape
+    difference, size = (got - expected).norm(), expected.norm()
+    # Gradients that vanish identically (a shift of the logits) are rounding noise on both sides.
+    return (difference / size.clamp_min(1e-12)).item() if difference > 1e-13 else 0.0
+
+
+class KeepDouble(TorchFunctionMode):
+    """Library norms and softmaxes ask for fp32 whatever the input: in fp64 tests that rounding would
+    hide the comparison, so inside this mode a double stays a double."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        is_double = (
+            bool(args) and isinstance(args[0], torch.Tensor) and (args[0].dtype == torch.float64)
+        )
+        if is_double:
+            if func is torch.Tensor.float:
+                return args[0]
+            if kwargs.get("dtype") == torch.float32:
+                kwargs["dtype"] = torch.float64
+            if func is torch.Tensor.to:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        return func(*args, **kwargs)
+
+
+def jvp_and_gradients(f, h, v, leaves, y_bar, y_dot_bar):
+    """Value, tangent and the gradients of <y_bar, y> + <y_dot_bar, y_dot> by torch alone."""
+    with sdpa_kernel(SDPBackend.MATH):
+        y, y_dot = torch.func.jvp(f, (h,), (v,))
+        loss = (y * y_bar).sum() + (y_dot * y_dot_bar).sum()
+        return y, y_dot, torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def assert_dual_matches(run, f, h, v, leaves, tolerance=FP64):
+    """`run(stack) -> stack` against `f`: value, tangent and the gradient of every leaf, for
+    cotangents of both outputs and of each alone."""
+    generator = torch.Generator().manual_seed(1)
+    shape = f(h.detach()).shape
+
+    def cotangent():
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(h.dtype)
+
+    zero = torch.zeros(shape, dtype=h.dtype)
+    for y_bar, y_dot_bar in ((cotangent(), cotangent()), (zero, cotangent()), (cotangent(), zero)):
+        y, y_dot, expected = jvp_and_gradients(f, h, v, leaves, y_bar, y_dot_bar)
+        out = run(torch.stack((h, v)))
+        assert relative_error(out[0], y) <= tolerance
+        assert relative_error(out[1], y_dot) <= tolerance
+        loss = (out[0] * y_bar).sum() + (out[1] * y_dot_bar).sum()
+        got = torch.autograd.grad(loss, leaves, allow_unused=True)
+        for leaf, mine, theirs in zip(leaves, got, expected, strict=True):
+            if mine is None or theirs is None:
+                # torch may say None where the other says zero.
+                for grad in (mine, theirs):
+                    assert grad is None or grad.abs().max() <= 1e-12
+            else:
+                error = relative_error(mine, theirs)
+                assert error <= tolerance, f"gradient of {list(leaf.shape)}: {error}"
