@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,6 +18,19 @@ from stars_fast.dual.tensor import Dual
 
 # Views that have no rule on the stack: their result is a copy, so no later write may go through it.
 _VIEWS = {"view_as_real", "view_as_complex", "real", "imag", "hsplit", "vsplit"}
+
+# Modules of torch whose functions are written in Python, out of other torch functions.
+_COMPOSED = {"torch.nn.functional", "torch.functional"}
+
+# Norms that return the statistics they saved: autograd takes those for constants in the tangent
+# (torch 2.13).
+_FORGETFUL = {
+    "native_layer_norm",
+    "native_batch_norm",
+    "native_group_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+}
 
 
 def name_of(func: Any) -> str:
@@ -30,18 +46,52 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     short = getattr(func, "__name__", "").rsplit(".", 1)[-1]
     if kwargs.get("out") is not None:
         raise RuntimeError(f"stars_fast: {name}(out=...) can't receive a tangent; drop `out`")
+    if short in _FORGETFUL:
+        raise RuntimeError(
+            f"stars_fast: the gradient of the forward derivative of {name} in torch forgets the path "
+            "through the statistics; use the norm of torch.nn.functional"
+        )
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         _check_library_op(func)
     if short.endswith("_") and not short.endswith("__"):
         return _inplace(func, name, short, args, kwargs)
     if short.startswith("__i") and short.endswith("__"):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
+    composed = isinstance(func, FunctionType) and func.__module__ in _COMPOSED
+    # A function that asks again from a helper comes back here: then it is one op.
+    if composed and func not in _opened():
+        _opened().append(func)
+        try:
+            return _body(func)(*args, **kwargs)
+        finally:
+            _opened().pop()
     report(name, "fallback")
     result = jvp(func, name, args, kwargs)
     if short in _VIEWS:
         for dual in (*_duals(args), *_duals(result)):
             dual.frozen = name
     return result
+
+
+_local = threading.local()
+
+
+def _opened() -> list[Any]:
+    """The composed functions that this thread is inside of."""
+    if not hasattr(_local, "opened"):
+        _local.opened = []
+    return _local.opened
+
+
+@functools.cache
+def _body(func: FunctionType) -> FunctionType:
+    """A torch function written in Python, without its own question for `__torch_function__`: run on
+    Duals it falls apart into the ops that it is made of, each with its own rule."""
+    asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    scope = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    body = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
 
 
 def _duals(tree: Any) -> list[Dual]:
@@ -101,7 +151,7 @@ def jvp(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     tangents = tuple(stack[1] for stack in stacks)
     try:
         values, derivatives, others = torch.func.jvp(
-            smooth_and_other, primals, tangents, has_aux=True
+            smooth_and_other, primals, tangents, strict=True, has_aux=True
         )
     except _ValueOnly:
         call(*primals)
@@ -109,6 +159,14 @@ def jvp(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     except NotImplementedError as error:
         raise RuntimeError(
             f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
+        ) from error
+    except RuntimeError as error:
+        if "independent" not in str(error):
+            raise
+        # What torch.func.jvp would otherwise answer with zeros: an op it can't see through.
+        raise RuntimeError(
+            f"stars_fast: {name} gives a result without a tangent: torch has no forward derivative "
+            "for it; detach its input where a constant is meant"
         ) from error
     _check_gradient(name, stacks, derivatives)
     duals = map(Dual.join, values, derivatives)

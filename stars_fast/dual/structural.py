@@ -139,6 +139,13 @@ def expand(input: Dual, *size: Any, **kwargs: Any) -> Dual:
     return Dual(align(input.stack, len(target)).expand(2, *target))
 
 
+@rule("broadcast_tensors", kind="stacked")
+def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+    parts = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    shape = torch.broadcast_shapes(*(part.shape for part in parts))
+    return tuple(part.expand(shape) for part in parts)
+
+
 @rule("expand_as", kind="stacked")
 def expand_as(input: Dual, other: Tensor) -> Dual:
     return expand(input, other.shape)

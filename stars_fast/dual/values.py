@@ -154,9 +154,3 @@ _refuse(
     "as_strided as_strided_ as_strided_copy as_strided_scatter",
     "it counts in the memory of a tensor, and a pair has two; use indexing or view",
 )
-_refuse(
-    "native_layer_norm native_batch_norm native_group_norm _native_batch_norm_legit "
-    "_batch_norm_with_update",
-    "the gradient of its forward derivative in torch forgets the path through the statistics; "
-    "use the function of torch.nn.functional",
-)

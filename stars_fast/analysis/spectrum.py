@@ -1,0 +1,196 @@
+"""The spectral radius of a looped block at a state: how fast its turns converge there.
+
+Both methods only apply the Jacobian, through `fused_jvp`. Power iteration runs the whole batch at
+once; Arnoldi (SciPy's ARPACK) takes samples one by one and needs far fewer products where several
+eigenvalues have nearly the same modulus.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from stars_fast.jsrr import fused_jvp
+from stars_fast.rows import Rows, sample_of
+
+Operator = Callable[[Tensor], Tensor]
+
+
+def spectral_radius(
+    block: Callable[..., Any],
+    h: Tensor,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    mask: Tensor | None = None,
+    method: Literal["power", "arnoldi"] = "power",
+    steps: int = 200,
+    tol: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Largest eigenvalue modulus of the block's Jacobian at each sample of `h`, without gradient.
+
+    Args:
+        block: any module or callable `h -> h'` that keeps the shape and treats the rows of the batch
+            independently.
+        h: the state, [B, ..., D] floating point.
+        args, kwargs: further arguments of `block`. For "arnoldi", tensors among them whose first
+            dimension is B are cut along with `h`.
+        mask: [B, S] for h [B, S, D], True for real tokens: the Jacobian is restricted to them.
+        method: "power" (all samples at once) or "arnoldi" (ARPACK, one sample at a time).
+        steps: most products with the Jacobian ("power") or restarts ("arnoldi") per sample.
+        tol: relative accuracy at which to stop.
+        generator: of the random start.
+
+    Returns:
+        [B] in fp32 (fp64 for fp64 input). 0 for samples without a real token.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or range, named.
+        RuntimeError: ARPACK found no eigenvalue within `steps` restarts; the sample is named.
+
+    Warns:
+        RuntimeWarning: power iteration did not settle to `tol` within `steps`; the last estimate is
+            returned.
+    """
+    if not isinstance(h, Tensor) or not h.is_floating_point():
+        raise TypeError("h: expected a floating-point tensor")
+    if method not in ("power", "arnoldi"):
+        raise ValueError(f"method: expected 'power' or 'arnoldi', got {method!r}")
+    if steps < 2:
+        raise ValueError(f"steps: expected at least 2, got {steps!r}")
+    if not 0 < tol < 1:
+        raise ValueError(f"tol: expected a number in (0, 1), got {tol!r}")
+    rows = Rows.of(h, mask, None)
+    kwargs = kwargs or {}
+    start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
+    with torch.no_grad():
+        if method == "power":
+
+            def apply(v: Tensor) -> Tensor:
+                jv = fused_jvp(block, h, v.to(h.dtype), args=args, kwargs=kwargs)[1].to(rows.dtype)
+                return jv if rows.valid is None else jv * rows.valid
+
+            return _power(apply, start if rows.valid is None else start * rows.valid, steps, tol)
+        radii = [
+            _arnoldi(block, h, (args, kwargs), rows, start, index, steps, tol)
+            for index in range(h.shape[0])
+        ]
+    return torch.tensor(radii, dtype=rows.dtype, device=h.device)
+
+
+# -- power iteration
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """[B] in fp64."""
+    return (a.double() * b.double()).flatten(1).sum(1)
+
+
+def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x over its norm, a sample at a time, and the norm [B]; 0 stays 0."""
+    norm = _dot(x, x).sqrt()
+    scale = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1.0), 0.0)
+    return x * scale.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), norm
+
+
+def _ritz_radius(previous: Tensor, growth: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """Radius of J on span(previous, v), where J previous = growth v and J v = w.
+
+    Two dimensions, because the dominant eigenvalues of a real matrix may be a complex pair, or a real
+    one and its negative: the iterates then turn in a plane for ever.
+    """
+    c = _dot(previous, v)
+    s = (1 - c * c).clamp_min(0).sqrt()
+    in_line = s < torch.finfo(v.dtype).eps ** 0.5
+    s = torch.where(in_line, 1.0, s)
+    # q1 = previous, q2 = (v - c q1) / s;  J q1 = growth (c q1 + s q2),  J q2 = (w - c growth v) / s.
+    h11, h21 = growth * c, growth * s
+    q1_w, v_w = _dot(previous, w), _dot(v, w)
+    h12 = (q1_w - c * growth * c) / s
+    h22 = ((v_w - c * growth) / s - c * h12) / s
+    half_trace = (h11 + h22) / 2
+    determinant = h11 * h22 - h12 * h21
+    gap = half_trace * half_trace - determinant
+    real = half_trace.abs() + gap.clamp_min(0).sqrt()
+    radius = torch.where(gap >= 0, real, determinant.clamp_min(0).sqrt())
+    return torch.where(in_line, v_w.abs(), radius)
+
+
+def _power(apply: Operator, start: Tensor, steps: int, tol: float) -> Tensor:
+    previous, _ = _unit(start)
+    v, growth = _unit(apply(previous))
+    radius = growth
+    settled = torch.zeros_like(growth)
+    for _ in range(steps - 1):
+        w = apply(v)
+        estimate = _ritz_radius(previous, growth, v, w)
+        change = (estimate - radius).abs()
+        settled = torch.where(change <= tol * estimate, settled + 1, 0.0)
+        radius = estimate
+        if bool((settled >= 5).all()):
+            break
+        previous = v
+        v, growth = _unit(w)
+    else:
+        unsettled = int((settled < 1).sum())
+        if unsettled:
+            warnings.warn(
+                f"spectral_radius: {unsettled} of {len(radius)} samples changed by more than "
+                f"tol={tol:g} in the last of {steps} steps; raise steps, or use method='arnoldi'",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return radius.to(start.dtype)
+
+
+# -- Arnoldi
+
+
+def _arnoldi(
+    block: Callable[..., Any],
+    h: Tensor,
+    extra: tuple[Sequence[Any], dict[str, Any]],
+    rows: Rows,
+    start: Tensor,
+    index: int,
+    steps: int,
+    tol: float,
+) -> float:
+    import numpy as np
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
+
+    sample, (args, kwargs) = sample_of(h, extra, index)
+    keep = torch.ones_like(sample, dtype=torch.bool)
+    if rows.valid is not None:
+        keep = keep & (rows.valid[index : index + 1] > 0)
+    size = int(keep.sum())
+    if size == 0:
+        return 0.0
+
+    def apply(x: Any) -> Any:
+        v = torch.zeros_like(sample)
+        v[keep] = torch.as_tensor(np.ravel(x)).to(v)
+        return fused_jvp(block, sample, v, args=args, kwargs=kwargs)[1][keep].double().cpu().numpy()
+
+    if size <= 3:  # ARPACK wants k < n - 1
+        columns = np.stack([apply(row) for row in np.eye(size)], axis=1)
+        return float(np.abs(np.linalg.eigvals(columns)).max())
+    operator = LinearOperator((size, size), matvec=apply, dtype=np.float64)
+    v0 = start[index : index + 1][keep].double().cpu().numpy()
+    try:
+        values = eigs(
+            operator, k=1, which="LM", v0=v0, tol=tol, maxiter=steps, return_eigenvectors=False
+        )
+    except ArpackNoConvergence as error:
+        if len(error.eigenvalues) == 0:
+            raise RuntimeError(
+                f"spectral_radius: ARPACK found no eigenvalue of sample {index} within "
+                f"{steps} restarts to tol={tol:g}; raise steps or tol"
+            ) from error
+        values = error.eigenvalues
+    return float(np.abs(values).max())
