@@ -40,10 +40,10 @@ def accuracy_against_turns(
                 raise ValueError(f"accuracy must be in [0, 1], got {value} for {label} at {turns}")
     figure, (axis,) = _figure(1, width=7.5, height=4.4)
     for index, (label, points) in enumerate(accuracy.items()):
-        turns = sorted(points)
+        places = sorted(points)
         axis.plot(
-            turns,
-            [100 * points[t] for t in turns],
+            places,
+            [100 * points[t] for t in places],
             label=label,
             color=_colour(index),
             marker=MARKERS[index % len(MARKERS)],
