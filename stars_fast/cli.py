@@ -172,6 +172,7 @@ def _eval(args: argparse.Namespace) -> int:
         {labels[run]: values for run, values in accuracy.items()},
         out / "evaluation.png",
         title="Exact match on unseen sums",
+        trained_depth={labels[run]: config.trained_turns for run, (_, config) in loaded.items()},
     )
     print(f"written: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
     return 0

@@ -7,7 +7,7 @@ The full tree is written to the run folder and is itself a recipe.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stars_fast.data.addition import AdditionConfig, AdditionTokenizer
 from stars_fast.models.looped import LoopedConfig
@@ -43,7 +43,7 @@ class LoopConfig:
     keep: newest checkpoints kept; 0 for all.
     max_nonfinite: stop after so many non-finite steps in a row.
     reference_turns: the cost in the banner is relative to SFT at so many turns.
-    device: "auto", "cpu" or "cuda".
+    device: auto is CUDA where there is one.
     threads: CPU threads per process; none for PyTorch's choice.
     tensorboard: also write TensorBoard events, if it is installed.
     """
@@ -57,7 +57,7 @@ class LoopConfig:
     keep: int = 2
     max_nonfinite: int = 20
     reference_turns: int = 4
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     tensorboard: bool = True
 
@@ -149,6 +149,13 @@ class TrainConfig:
         """The kind of penalty, "jacobian" or "l2"; None without one."""
         return METHODS[self.method].penalty if self.penalty.weight > 0 else None
 
+    @property
+    def trained_turns(self) -> int | tuple[int, int]:
+        """The fixed number of turns, or the fewest and most of 98 % of the depth law."""
+        if self.depth.law == "fixed":
+            return self.depth.value
+        return self.depth.quantile(0.01), self.depth.quantile(0.99)
+
     def penalty_weight(self, step: int) -> float:
         """lambda at `step`, 0 for a method without a penalty."""
         return self.penalty.weight_at(step) if self.penalised else 0.0
@@ -202,7 +209,7 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
             if not words or words[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value")
             value = words.pop(0)
-        path = _resolve(name.replace("-", "_"), known)
+        path = resolve(name.replace("-", "_"), known)
         nested: Any = value
         for part in reversed(path.split(".")):
             nested = {part: nested}
@@ -210,8 +217,8 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     return mapping
 
 
-def _resolve(name: str, known: Sequence[str]) -> str:
-    """The dotted path that `name` stands for."""
+def resolve(name: str, known: Sequence[str]) -> str:
+    """The dotted path among `known` that `name` stands for; ConfigError if none or several do."""
     name = ALIASES.get(name, name)
     if name in known:
         return name

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ class OptimConfig:
     lr: peak learning rate.
     betas: AdamW's two decay rates of its averages. eps: AdamW's epsilon.
     weight_decay: decoupled decay, on parameters with two or more dimensions.
-    schedule: "cosine" (warm-up, then a half cosine) or "wsd" (warm-up, stable, linear decay).
+    schedule: cosine (warm-up, then a half cosine) or wsd (warm-up, stable, linear decay).
     warmup_steps: steps of linear warm-up; the first step already moves.
     decay_steps: length of wsd's decay at the end of the run.
-    min_lr_ratio: learning rate of the last step over `lr`.
+    min_lr_ratio: learning rate of the last step over lr.
     clip: largest gradient norm, none for no limit.
     """
 
@@ -25,7 +26,7 @@ class OptimConfig:
     betas: tuple[float, ...] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    schedule: str = "cosine"
+    schedule: Literal["cosine", "wsd"] = "cosine"
     warmup_steps: int = 0
     decay_steps: int = 0
     min_lr_ratio: float = 0.0

@@ -1,16 +1,14 @@
-"""The penalty of a step: its settings, the schedule of its weight, its value and the weighted sum.
+"""The penalty of a step: its settings, the schedule of its weight, and the weighted sum.
 
 The objective is the paper's `(1 - lambda) L + lambda R` (main text) or `L + lambda R`
 (Algorithm 1). R is the Jacobian penalty at h^(t), which takes one further application of the
 block, or the L2 step between adjacent states.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
-
-from stars_fast.jsrr import fused_jsrr
 
 
 @dataclass
@@ -18,23 +16,23 @@ class PenaltyConfig:
     """How the penalty enters the loss; without effect for methods that have none.
 
     weight: lambda, once the start and the ramp are over.
-    weighting: "convex" for (1 - lambda) L + lambda R, "additive" for L + lambda R.
+    weighting: convex for (1 - lambda) L + lambda R, additive for L + lambda R.
     start_step: first step with the penalty; before it lambda is 0 and the pass is saved.
-    ramp_steps: steps over which lambda rises linearly to `weight`.
-    normalize: v has unit norm per "sample" or over the whole micro-"batch" (as published).
+    ramp_steps: steps over which lambda rises linearly to weight.
+    normalize: v has unit norm per sample, or over the whole micro-batch as in the published code.
     power_steps: applications of the Jacobian; 1 as in the paper.
     detach: stop the penalty's gradient at h^(t).
-    at: "next", the Jacobian at h^(t) as in the paper.
+    at: where J is taken; next is h^(t) as in the paper.
     """
 
     weight: float = 0.1
-    weighting: str = "convex"
+    weighting: Literal["convex", "additive"] = "convex"
     start_step: int = 0
     ramp_steps: int = 0
-    normalize: str = "sample"
+    normalize: Literal["sample", "batch"] = "sample"
     power_steps: int = 1
     detach: bool = True
-    at: str = "next"
+    at: Literal["next"] = "next"
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -61,28 +59,6 @@ class PenaltyConfig:
         return self.weight * min(1.0, (step - self.start_step + 1) / self.ramp_steps)
 
     def combine(self, loss: Tensor, penalty: Tensor, weight: float) -> Tensor:
-        """The weighted sum of token loss and penalty for lambda = `weight`."""
+        """The weighted sum of token loss and penalty for lambda = weight."""
         kept = 1.0 - weight if self.weighting == "convex" else 1.0
         return kept * loss + weight * penalty
-
-
-def jacobian_penalty(
-    block: Callable[[Tensor], Tensor],
-    h: Tensor,
-    mask: Tensor | None,
-    v: Tensor,
-    config: PenaltyConfig,
-) -> Tensor:
-    """mean_i ||J v_i||^2 with J the block's Jacobian at h [B, S, D]; v [B, S, D] gives directions.
-
-    `mask` [B, S] is True at real tokens. See `stars_fast.fused_jsrr`.
-    """
-    return fused_jsrr(
-        block,
-        h,
-        v=v,
-        mask=mask,
-        power_steps=config.power_steps,
-        normalize=config.normalize,
-        detach=config.detach,
-    )

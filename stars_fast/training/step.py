@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.looped import LoopedLM
 from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import TrainConfig
 from stars_fast.training.distributed import World
 from stars_fast.training.losses import adjacent_l2, token_loss
 from stars_fast.training.optim import gradient_norm, learning_rate, step_if
-from stars_fast.training.penalty import jacobian_penalty
 from stars_fast.training.seeds import derive, sample_noise
 from stars_fast.training.turns import run_turns
 
@@ -80,7 +80,15 @@ class StepLoss(nn.Module):
             penalty = adjacent_l2(states, batch.mask)
         else:
             v = sample_noise(states[-1], config.seed, plan.step, batch.first)
-            penalty = jacobian_penalty(model.block, states[-1], batch.mask, v, config.penalty)
+            penalty = fused_jsrr(
+                model.block,
+                states[-1],
+                v=v,
+                mask=batch.mask,
+                power_steps=config.penalty.power_steps,
+                normalize=config.penalty.normalize,
+                detach=config.penalty.detach,
+            )
         penalty = penalty * (len(batch.tokens) / config.train.batch_size)
         total = config.penalty.combine(loss, penalty, plan.weight)
         return total, torch.stack([loss.detach(), penalty.detach()])

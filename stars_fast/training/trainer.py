@@ -1,5 +1,6 @@
 """The training loop: steps, metrics, checkpoints, resumption and the end of a run."""
 
+import math
 import signal
 from pathlib import Path
 from typing import NamedTuple
@@ -66,20 +67,23 @@ class Trainer:
         self.config = config
         self.folder = folder
         self.world = world
-        self.data = AdditionData(config.data)
+        try:
+            self.data = AdditionData(config.data)
+            self.batches = Batches(
+                self.data,
+                config.seed,
+                config.train.batch_size,
+                config.train.accumulation,
+                world.rank,
+                world.size,
+                world.device,
+            )
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"data: {error}") from error
         self.model = make_model(config).to(world.device)
         self.optimizer = make_optimizer(config.optim, self.model)
-        self.batches = Batches(
-            self.data,
-            config.seed,
-            config.train.batch_size,
-            config.train.accumulation,
-            world.rank,
-            world.size,
-            world.device,
-        )
         self.meter = Meter(world.device)
-        self.collapse = CollapseMonitor()
+        self.collapse = CollapseMonitor(math.log(config.model.vocab_size))
         self.step = 0
         self._load()
         loss = StepLoss(self.model, config)
@@ -234,7 +238,7 @@ class Trainer:
                 {config.name: accuracy},
                 folder.path / "accuracy.png",
                 title=f"{config.name}: exact match on unseen sums",
-                trained_depth=config.depth.mean(),
+                trained_depth=config.trained_turns,
             )
             shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in accuracy.items())
             self.progress.say(f"exact match by turns  {shown}")

@@ -117,9 +117,11 @@ def unknown(name: str, known: Iterable[str]) -> str:
 
 
 def type_name(hint: Any) -> str:
-    """The annotation `hint` as a reader writes it: int, float | none, list of int."""
+    """The annotation `hint` as a reader writes it: int, float|none, list of int, cosine|wsd."""
     if _is_union(hint):
-        return " | ".join(type_name(part) for part in typing.get_args(hint))
+        return "|".join(type_name(part) for part in typing.get_args(hint))
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(typing.get_args(hint))
     if typing.get_origin(hint) in (tuple, list):
         return f"list of {type_name(typing.get_args(hint)[0])}"
     return "none" if hint is type(None) else hint.__name__
@@ -134,6 +136,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return None
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
         return _convert(hint, value, path)
+    if typing.get_origin(hint) is typing.Literal:
+        if value in typing.get_args(hint):
+            return value
+        raise ConfigError(f"{path} must be one of {type_name(hint)}, got {value!r}")
     if typing.get_origin(hint) in (tuple, list):
         if isinstance(value, str):
             value = [part for part in value.strip("[]() ").split(",") if part.strip()]

@@ -1,0 +1,108 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from stars_fast.cli import main
+from stars_fast.training import step, trainer
+
+RECIPE = """\
+description: tiny
+method: stars
+model: {d_model: 16, n_heads: 2, d_ff: 32}
+data: {digits: 1, train_samples: 60, test_samples: 21}
+depth: {mu: 1.0, high: 6}
+train: {steps: 4, batch_size: 16, log_every: 1, threads: 1, tensorboard: false}
+eval: {turns: [1, 4]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_train_resume_and_eval(here, capsys):
+    assert main(["train", "tiny.yaml", "--seed", "3"]) == 0
+    assert main(["train", "tiny.yaml", "--seed", "3"]) == 2
+    assert "runs/tiny exists" in capsys.readouterr().err
+    assert main(["train", "runs/tiny", "--resume", "--steps", "6"]) == 0
+    assert main(["train", "runs/tiny/config.yaml", "--out", "runs/again"]) == 0
+
+    assert main(["eval", "runs/tiny", "runs/again", "--turns", "1,2,8", "--limit", "20"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["turns", "runs/tiny", "runs/again"]
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "8"]
+    written = json.loads((here / "runs/tiny/evaluation.json").read_text())
+    assert written["limit"] == 20
+    assert written["accuracy"]["runs/again"].keys() == {"1", "2", "8"}
+    assert (here / "runs/tiny/evaluation.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train"], "usage: stars-fast train RECIPE"),
+        (["train", "--steps", "3"], "usage: stars-fast train RECIPE"),
+        (["train", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
+        (["train", "tiny.yaml", "--stpes", "3"], "did you mean steps?"),
+        (["train", "tiny.yaml", "--batch_size", "15", "--accumulation", "2"], "multiple of"),
+        (["train", "tiny.yaml", "--train_samples", "100000"], "train_samples"),
+        (["train", "tiny.yaml", "--train_file", "none.jsonl"], "none.jsonl"),
+        (["eval", "nowhere"], "nowhere is not a run folder"),
+        (["eval", "tiny", "--turns", "1,x"], "expected a positive integer, got 'x'"),
+        ([], "required"),
+    ],
+)
+def test_mistakes_exit_with_2_and_one_message(here, capsys, words, message):
+    try:
+        code = main(words)
+    except SystemExit as exit:
+        code = exit.code
+    assert code == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not (here / "runs").exists()
+
+
+def test_a_failed_run_exits_with_1(here, capsys, monkeypatch):
+    real = step.token_loss
+    monkeypatch.setattr(step, "token_loss", lambda *args: real(*args) * float("nan"))
+    assert main(["train", "tiny.yaml", "--max_nonfinite", "2"]) == 1
+    assert "was not finite" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "code"), [(2, 130), (15, 143)])
+def test_an_interrupted_run_exits_with_128_and_the_signal(here, monkeypatch, number, code):
+    outcome = trainer.Outcome(1, here, number)
+    monkeypatch.setattr(trainer, "train", lambda config, resume: outcome)
+    assert main(["train", "tiny.yaml"]) == code
+
+
+def test_help_names_every_field_with_default_and_meaning(capsys):
+    assert main(["train", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "--penalty.weight float\n      lambda, once the start" in said
+    assert "(default 0.1)" in said
+    assert "--model.vocab_size int\n" in said
+    assert "(default from the data)" in said
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    assert exit.value.code == 0
+    said = capsys.readouterr().out
+    assert all(command in said for command in ("train", "eval", "recipes", "torchrun"))
+
+
+def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):
+    code = (
+        "import sys; from stars_fast.cli import main; main(['recipes']); "
+        "assert not {'torch', 'matplotlib', 'scipy'} & set(sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [line.split(maxsplit=1) for line in run.stdout.splitlines()]
+    assert "addition-quick" in [line[0] for line in lines]
+    assert all(len(line) == 2 for line in lines)

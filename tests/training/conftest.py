@@ -1,0 +1,69 @@
+"""A run small enough for a test, and a way to start one as one or more processes."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from stars_fast.training.config import config_from
+from stars_fast.training.tree import merge
+
+TINY = {
+    "method": "stars",
+    "model": {"d_model": 16, "n_heads": 2, "d_ff": 32},
+    "data": {"digits": 1, "train_samples": 60, "test_samples": 21},
+    "depth": {"law": "lognormal", "mu": 1.0, "sigma": 0.4, "high": 6},
+    "train": {"steps": 6, "batch_size": 16, "log_every": 1, "threads": 1, "tensorboard": False},
+    "eval": {"turns": []},
+}
+FIXED = {"law": "fixed", "value": 3}
+
+
+@pytest.fixture(scope="session")
+def tiny_in():
+    """tiny_in(folder, method=..., **sections) -> TrainConfig of a run of a few steps there."""
+
+    def make(folder, **changes):
+        mapping = merge(TINY, {"out": str(folder), "name": folder.name})
+        if changes.get("method") in ("sft", "jsrr"):
+            mapping = merge(mapping, {"depth": FIXED})
+        return config_from(merge(mapping, changes))
+
+    return make
+
+
+@pytest.fixture
+def tiny(tiny_in, tmp_path):
+    """tiny(**changes) -> TrainConfig of a run of a few steps in tmp_path/run."""
+    return lambda **changes: tiny_in(tmp_path / "run", **changes)
+
+
+@pytest.fixture(scope="session")
+def launch():
+    """launch(command, processes) -> exit codes; `command` runs once a rank, as torchrun would."""
+
+    def run(command, processes=1, timeout=100):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        started = []
+        for rank in range(processes):
+            ranks = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "OMP_NUM_THREADS": 1,
+            }
+            environment = os.environ | {name: str(value) for name, value in ranks.items()}
+            started.append(subprocess.Popen([sys.executable, *command], env=environment))
+        try:
+            return [process.wait(timeout) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+
+    return run

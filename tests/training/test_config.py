@@ -1,0 +1,130 @@
+import pytest
+
+from stars_fast.training import tree
+from stars_fast.training.config import (
+    TrainConfig,
+    config_from,
+    load_config,
+    parse_overrides,
+    resolve,
+    save_config,
+)
+from stars_fast.training.recipes import recipe_names
+from stars_fast.training.tree import ConfigError
+
+RECIPE = """\
+description: a recipe
+method: stars
+model: {d_model: 32, n_heads: 2}
+data: {digits: 2, train_samples: 50, test_samples: 10}
+optim: {lr: 1e-4}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_recipe_with_overrides(recipe):
+    words = ["--steps", "7", "--penalty.weight=0.05", "--batch-size", "8", "--depth.mu", "-1"]
+    config = load_config(str(recipe), words)
+    assert (config.train.steps, config.penalty.weight, config.train.batch_size) == (7, 0.05, 8)
+    assert config.depth.mu == -1.0
+    assert config.optim.lr == 1e-4
+    assert config.name == "mine"
+    assert config.out == "runs/mine"
+
+
+def test_vocabulary_and_length_follow_from_the_data(recipe):
+    config = load_config(str(recipe))
+    assert (config.model.vocab_size, config.model.max_length) == (14, 9)
+    assert load_config(str(recipe), ["--model.max_length", "20"]).model.max_length == 20
+    with pytest.raises(ConfigError, match=r"max_length must be at least 9 for the data, got 8"):
+        load_config(str(recipe), ["--model.max_length", "8"])
+
+
+def test_the_saved_configuration_is_a_recipe(recipe, tmp_path):
+    config = load_config(str(recipe), ["--seed", "5", "--backprop_turns", "3"])
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml")) == config
+    assert load_config(str(tmp_path)) == config
+
+
+def test_a_base_is_inherited_and_named_beside_the_file(recipe, tmp_path, monkeypatch):
+    child = tmp_path / "child.yaml"
+    child.write_text("base: mine.yaml\nmethod: random-loop\noptim: {clip: none}\n")
+    monkeypatch.chdir("/")
+    config = load_config(str(child))
+    assert (config.method, config.optim.lr, config.optim.clip) == ("random-loop", 1e-4, None)
+    assert config.name == "child"
+
+
+def test_a_circle_of_bases_is_an_error(tmp_path):
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match="its own base"):
+        load_config(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--penalty.wieght", "1"], r"unknown field penalty\.wieght; did you mean penalty\.weight"),
+        (["--stpes", "1"], r"unknown field stpes; did you mean steps"),
+        (["--steps"], r"--steps needs a value"),
+        (["--steps", "--lr", "1"], r"--steps needs a value"),
+        (["steps", "3"], r"expected --field value, got 'steps'"),
+        (["--steps", "many"], r"train\.steps must be int, got 'many'"),
+        (["--steps", "0"], r"train: steps must be at least 1, got 0"),
+        (["--method", "sgd"], r"method must be one of sft, .* got 'sgd'"),
+        (["--method", "sft"], r"method sft trains at a fixed number of turns but depth\.law is"),
+        (["--depth.law", "fixed"], r"method stars draws the number of turns"),
+        (["--penalty.weight", "1.5"], r"penalty: weight must be >= 0, and <= 1"),
+        (["--n_heads", "5"], r"model: n_heads must divide d_model"),
+    ],
+)
+def test_mistakes_name_the_field(recipe, words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(recipe), words)
+
+
+def test_the_root_wins_and_an_ambiguous_name_lists_its_meanings():
+    assert parse_overrides(["--seed", "1", "--data.seed", "2"]) == {
+        "seed": "1",
+        "data": {"seed": "2"},
+    }
+    with pytest.raises(ConfigError, match=r"--x is ambiguous: --a\.x or --b\.x"):
+        resolve("x", ["a.x", "b.x", "b.y"])
+
+
+def test_names_of_the_published_code_are_understood():
+    words = ["--reg_weight", "0.2", "--random_loop_mu", "2"]
+    assert parse_overrides(words) == {"penalty": {"weight": "0.2"}, "depth": {"mu": "2"}}
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])
+def test_a_file_that_is_no_recipe(tmp_path, text):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load_config(str(tmp_path / "bad.yaml"))
+
+
+def test_a_recipe_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="no recipe, YAML file or run folder named 'nothing'"):
+        load_config("nothing")
+    with pytest.raises(ConfigError, match="cannot read the recipe"):
+        load_config(str(tmp_path / "no.yaml"))
+
+
+def test_every_field_says_what_it_means():
+    assert [path for path, leaf in tree.leaves(TrainConfig).items() if not leaf.help] == []
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_of_the_package_is_valid(name):
+    config = load_config(name)
+    assert config.description
+    assert config_from(tree.to_dict(config)) == config

@@ -1,0 +1,96 @@
+import json
+
+import pytest
+import torch
+
+from stars_fast.training.metrics import Meter, MetricsLog, read_metrics
+from stars_fast.training.step import Plan, StepStats
+
+
+def stats(loss, penalty=0.0, finite=True):
+    values = (loss, penalty, 1.0, 8.0)
+    return StepStats(*(torch.tensor(v) for v in values), torch.tensor(finite))
+
+
+def test_means_leave_out_skipped_steps_and_steps_without_a_penalty():
+    meter = Meter(torch.device("cpu"))
+    meter.add(stats(1.0), Plan(0, [2], 0.0, 0.1))
+    meter.add(stats(float("nan"), float("inf"), finite=False), Plan(1, [3], 0.5, 0.1))
+    meter.add(stats(3.0, 0.5), Plan(2, [4], 0.5, 0.2))
+    row, streak = meter.line(Plan(2, [4], 0.5, 0.2))
+    assert streak == 0
+    assert row.pop("tokens_per_second") > 0
+    assert row == {
+        "step": 3,
+        "loss": 2.0,
+        "penalty": 0.5,
+        "lambda": 0.5,
+        "depth": 3.0,
+        "lr": 0.2,
+        "grad_norm": 1.0,
+        "tokens": 24,
+        "skipped": 1,
+    }
+
+
+def test_nothing_finite_is_none_and_a_row_of_them_is_counted():
+    meter = Meter(torch.device("cpu"))
+    plan = Plan(0, [2], 0.5, 0.1)
+    for _ in range(3):
+        meter.add(stats(float("nan"), finite=False), plan)
+    row, streak = meter.line(plan)
+    assert (row["loss"], row["penalty"], row["skipped"], streak) == (None, None, 3, 3)
+    meter.add(stats(1.0), plan)
+    assert meter.line(plan)[1] == 0
+
+
+def test_half_an_interval_carries_over():
+    whole, first, second = (Meter(torch.device("cpu")) for _ in range(3))
+    plan = Plan(0, [2], 0.5, 0.1)
+    for meter, losses in ((whole, (0.1, 0.2, 0.3)), (first, (0.1, 0.2))):
+        for loss in losses:
+            meter.add(stats(loss, 0.7), plan)
+    second.load(first.state())
+    second.add(stats(0.3, 0.7), plan)
+    rows = [meter.line(plan)[0] for meter in (whole, second)]
+    for row in rows:
+        row.pop("tokens_per_second")
+    assert rows[0] == rows[1]
+
+
+def test_lines_after_the_checkpoint_and_a_cut_line_are_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, 0)
+    for step in (1, 2, 3):
+        log.write({"step": step, "loss": None})
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "lo')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+    log = MetricsLog(path, 2)
+    log.write({"step": 3, "loss": 0.5})
+    lines = [json.loads(line) for line in path.read_text().splitlines()]  # before any close
+    log.close()
+    assert [(row["step"], row["loss"]) for row in lines] == [(1, None), (2, None), (3, 0.5)]
+
+
+def test_tensorboard_events(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, tmp_path / "events")
+    assert log.has_tensorboard
+    log.write({"step": 5, "loss": 0.5, "penalty": None, "accuracy": {4: 0.25}})
+    log.close()
+    read = events.EventAccumulator(str(tmp_path / "events"))
+    read.Reload()
+    assert sorted(read.Tags()["scalars"]) == ["accuracy/4", "loss"]
+    assert [(e.step, e.value) for e in read.Scalars("loss")] == [(5, 0.5)]
+
+
+def test_without_tensorboard_metrics_are_written_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, tmp_path / "events")
+    log.write({"step": 1})
+    log.close()
+    assert not log.has_tensorboard
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]

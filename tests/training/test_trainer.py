@@ -1,0 +1,205 @@
+"""One run in one process: signals, steps that are not finite, the folder, the end."""
+
+import json
+import signal
+
+import pytest
+import torch
+
+from stars_fast.training import step, trainer
+from stars_fast.training.checkpoint import MODEL, checkpoints, latest
+from stars_fast.training.metrics import read_metrics
+from stars_fast.training.trainer import TrainingFailure, load_model, train
+from stars_fast.training.tree import ConfigError
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(n, act): call act() as step n begins."""
+    real = trainer.train_step
+
+    def arrange(number, act):
+        def train_step(*args):
+            if args[4].step == number:
+                act()
+            return real(*args)
+
+        monkeypatch.setattr(trainer, "train_step", train_step)
+
+    return arrange
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+
+    return load_file(latest(folder / "checkpoints") / MODEL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny, at_step, capsys, number):
+    config = tiny()
+    at_step(2, lambda: signal.raise_signal(number))
+    outcome = train(config)
+    assert (outcome.step, outcome.signal) == (3, number)
+    assert sorted(checkpoints(outcome.folder / "checkpoints")) == [3]
+    said = capsys.readouterr().err
+    assert f"{number.name}: stopped after step 3" in said
+    assert f"stars-fast train {outcome.folder} --resume" in said
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    assert train(config, resume=True)[::2] == (6, 0)
+
+
+def test_a_second_signal_acts_at_once(tiny, at_step):
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    at_step(2, twice)
+    with pytest.raises(KeyboardInterrupt):
+        train(tiny())
+
+
+@pytest.mark.parametrize("method", ["sft", "random-loop", "jsrr", "stars", "l2"])
+def test_every_method_lowers_its_loss(tiny, method):
+    config = tiny(method=method, train={"steps": 40}, optim={"lr": 0.01})
+    rows = read_metrics(train(config).folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert sum(row["loss"] for row in rows[-5:]) < 0.8 * sum(row["loss"] for row in rows[:5])
+    penalised = method in ("jsrr", "stars", "l2")
+    assert all((row["penalty"] is not None) == penalised for row in rows)
+    assert all(row["lambda"] == (0.1 if penalised else 0.0) for row in rows)
+    depths = {row["depth"] for row in rows}
+    assert depths == {3} if method in ("sft", "jsrr") else len(depths) > 1
+
+
+def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
+    """The step's loss and gradient against the sum of the formula, written out."""
+    from stars_fast import fused_jsrr
+    from stars_fast.data.addition import AdditionData
+    from stars_fast.training.batches import Batches
+    from stars_fast.training.seeds import sample_noise
+
+    config = tiny(method="jsrr", penalty={"weight": 0.3})
+    model = trainer.make_model(config)
+    (batch,) = Batches(AdditionData(config.data), config.seed, 16).window(0)
+    plan = step.plan_step(config, 0)
+    got, _ = step.StepLoss(model, config)(batch, plan, 3, torch.tensor(len(batch.labels)))
+    got_gradient = torch.autograd.grad(got, list(model.parameters()))
+
+    h = model.prelude(batch.tokens)
+    for _ in range(3):
+        h = model.block(h)
+    logits = model.head(model.coda(h)).flatten(0, 1)[batch.positions]
+    token_loss = torch.nn.functional.cross_entropy(logits, batch.labels)
+    v = sample_noise(h, config.seed, 0, 0)
+    want = 0.7 * token_loss + 0.3 * fused_jsrr(model.block, h, v=v, mask=batch.mask)
+    torch.testing.assert_close(got, want)
+    want_gradient = torch.autograd.grad(want, list(model.parameters()))
+    torch.testing.assert_close(got_gradient, want_gradient)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(tiny, monkeypatch):
+    calls = iter(range(100))
+    real = step.token_loss
+
+    def token_loss(*args):
+        return real(*args) * (float("nan") if next(calls) in (4, 5) else 1.0)
+
+    monkeypatch.setattr(step, "token_loss", token_loss)  # micro-batches of steps 2 (both)
+    config = tiny(train={"accumulation": 2, "save_every": 1, "keep": 0})
+    folder = train(config).folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["skipped"] for row in rows] == [0, 0, 1, 1, 1, 1]
+    assert (rows[2]["loss"], rows[2]["grad_norm"]) == (None, None)
+    saved = checkpoints(folder / "checkpoints")
+    before, during, after = ((saved[n] / MODEL).read_bytes() for n in (2, 3, 4))
+    assert before == during != after
+
+
+def test_a_run_that_cannot_recover_stops_with_the_reason_and_its_weights(tiny, monkeypatch):
+    config = tiny(train={"max_nonfinite": 3, "steps": 50})
+    real = step.token_loss
+    monkeypatch.setattr(step, "token_loss", lambda *args: real(*args) * float("inf"))
+    with pytest.raises(TrainingFailure, match=r"step 3: .* last 3 steps was not finite"):
+        train(config)
+    model, _ = load_model(config.out)
+    initial = trainer.make_model(config)
+    for one, other in zip(model.parameters(), initial.parameters(), strict=True):
+        assert torch.equal(one, other)
+    monkeypatch.setattr(step, "token_loss", real)
+    assert train(config, resume=True).step == 50
+
+
+def test_an_existing_run_is_not_overwritten(tiny):
+    config = tiny()
+    folder = train(config).folder
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match=r"run exists; continue .* --resume, or choose .* --out"):
+        train(config)
+    with pytest.raises(ConfigError, match=r"as another run: optim\.lr was 0\.001 and is 0\.5"):
+        train(tiny(optim={"lr": 0.5}), resume=True)
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(ConfigError, match=r"exists|holds no config"):
+            train(tiny(), resume=resume)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_a_mistake_leaves_no_folder(tiny, tmp_path):
+    with pytest.raises(ValueError, match="multiple of accumulation"):
+        train(tiny(train={"accumulation": 5}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_resuming_before_the_first_checkpoint_starts_anew(tiny):
+    config = tiny()
+    rows = read_metrics(train(config, resume=True).folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_run_can_be_made_longer(tiny):
+    train(tiny())
+    folder = train(tiny(train={"steps": 9}), resume=True).folder
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 10))
+
+
+def test_lines_are_means_over_their_interval(tiny, tmp_path):
+    for name, every in (("one", 1), ("three", 3)):
+        train(tiny(out=str(tmp_path / name), train={"log_every": every, "steps": 6}))
+    one, three = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "three"))
+    assert [row["step"] for row in three] == [3, 6]
+    for name in ("loss", "penalty", "grad_norm", "depth"):
+        means = [sum(row[name] for row in one[i : i + 3]) / 3 for i in (0, 3)]
+        assert [row[name] for row in three] == pytest.approx(means)
+
+
+def test_accuracy_is_evaluated_during_and_at_the_end(tiny):
+    config = tiny(eval={"turns": [1, 4], "every": 2, "limit": 21})
+    folder = train(config).folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows if "accuracy" in row] == [2, 4]
+    results = json.loads((folder / "results.json").read_text())
+    assert results["step"] == 6
+    assert results["accuracy"].keys() == {"1", "4"}
+    for figure in ("accuracy.png", "training.png"):
+        assert (folder / figure).read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluation_does_not_change_the_course(tiny, tmp_path):
+    plain = train(tiny(out=str(tmp_path / "plain"), model={"dropout": 0.1})).folder
+    evaluated = tiny(out=str(tmp_path / "eval"), model={"dropout": 0.1}, eval={"every": 2})
+    other = weights(train(evaluated).folder)
+    assert all(torch.equal(value, other[name]) for name, value in weights(plain).items())
+
+
+def test_the_start_is_noted_with_its_environment(tiny):
+    folder = train(tiny()).folder
+    (line,) = (folder / "environment.jsonl").read_text().splitlines()
+    note = json.loads(line)
+    assert note["torch"] == torch.__version__
+    assert (note["threads"], note["processes"]) == (1, 1)
