@@ -180,8 +180,10 @@ def _arnoldi(
     if size <= 3:  # ARPACK wants k < n - 1
         columns = np.stack([apply(row) for row in np.eye(size)], axis=1)
         return float(np.abs(np.linalg.eigvals(columns)).max())
-    operator = LinearOperator((size, size), matvec=apply, dtype=np.float64)
     v0 = start[index : index + 1][keep].double().cpu().numpy()
+    if not apply(v0).any():  # ARPACK can't start where the Jacobian vanishes
+        return 0.0
+    operator = LinearOperator((size, size), matvec=apply, dtype=np.float64)
     try:
         values = eigs(
             operator, k=1, which="LM", v0=v0, tol=tol, maxiter=steps, return_eigenvectors=False

@@ -1,18 +1,17 @@
-"""Ops without a rule: exact through `torch.func.jvp` of that one op, or an error that names it."""
+"""Ops without a rule: taken apart, or exact through `torch.func` of that one op, or an error."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from stars_fast.dual.inplace import check_writable
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual
 
@@ -21,16 +20,6 @@ _VIEWS = {"view_as_real", "view_as_complex", "real", "imag", "hsplit", "vsplit"}
 
 # Modules of torch whose functions are written in Python, out of other torch functions.
 _COMPOSED = {"torch.nn.functional", "torch.functional"}
-
-# Norms that return the statistics they saved: autograd takes those for constants in the tangent
-# (torch 2.13).
-_FORGETFUL = {
-    "native_layer_norm",
-    "native_batch_norm",
-    "native_group_norm",
-    "_native_batch_norm_legit",
-    "_batch_norm_with_update",
-}
 
 
 def name_of(func: Any) -> str:
@@ -46,11 +35,6 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     short = getattr(func, "__name__", "").rsplit(".", 1)[-1]
     if kwargs.get("out") is not None:
         raise RuntimeError(f"stars_fast: {name}(out=...) can't receive a tangent; drop `out`")
-    if short in _FORGETFUL:
-        raise RuntimeError(
-            f"stars_fast: the gradient of the forward derivative of {name} in torch forgets the path "
-            "through the statistics; use the norm of torch.nn.functional"
-        )
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         _check_library_op(func)
     if short.endswith("_") and not short.endswith("__"):
@@ -95,7 +79,7 @@ def _body(func: FunctionType) -> FunctionType:
 
 
 def _duals(tree: Any) -> list[Dual]:
-    return [leaf for leaf in tree_flatten(tree)[0] if type(leaf) is Dual]
+    return [leaf for leaf in tree_leaves(tree) if type(leaf) is Dual]
 
 
 def _check_library_op(func: Any) -> None:
@@ -119,81 +103,3 @@ def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Dua
     result = out_of_place(copy, *args[1:], **kwargs)
     target.stack.copy_(result.stack)
     return target
-
-
-def jvp(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """`torch.func.jvp` of one op: floating-point outputs become Duals, others stay plain.
-
-    The weights that the op closes over keep their gradient (reverse over forward).
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if type(leaf) is Dual]
-    stacks = [leaves[i].stack for i in places]
-    outputs: list[Any] = []
-    out_spec: Any = None
-
-    def call(*primals: Tensor) -> None:
-        nonlocal outputs, out_spec
-        filled = list(leaves)
-        for place, primal in zip(places, primals, strict=True):
-            filled[place] = primal
-        call_args, call_kwargs = tree_unflatten(filled, spec)
-        outputs, out_spec = tree_flatten(func(*call_args, **call_kwargs))
-
-    def smooth_and_other(*primals: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        call(*primals)
-        smooth = [out for out in outputs if _is_smooth(out)]
-        if not smooth:
-            raise _ValueOnly
-        return smooth, [out for out in outputs if _is_tensor(out) and not _is_smooth(out)]
-
-    primals = tuple(stack[0] for stack in stacks)
-    tangents = tuple(stack[1] for stack in stacks)
-    try:
-        values, derivatives, others = torch.func.jvp(
-            smooth_and_other, primals, tangents, strict=True, has_aux=True
-        )
-    except _ValueOnly:
-        call(*primals)
-        return tree_unflatten(outputs, out_spec)
-    except NotImplementedError as error:
-        raise RuntimeError(
-            f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
-        ) from error
-    except RuntimeError as error:
-        if "independent" not in str(error):
-            raise
-        # What torch.func.jvp would otherwise answer with zeros: an op it can't see through.
-        raise RuntimeError(
-            f"stars_fast: {name} gives a result without a tangent: torch has no forward derivative "
-            "for it; detach its input where a constant is meant"
-        ) from error
-    _check_gradient(name, stacks, derivatives)
-    duals = map(Dual.join, values, derivatives)
-    plain = iter(others)
-    filled = [
-        next(duals) if _is_smooth(out) else next(plain) if _is_tensor(out) else out
-        for out in outputs
-    ]
-    return tree_unflatten(filled, out_spec)
-
-
-def _check_gradient(name: str, stacks: list[Tensor], tangents: Sequence[Tensor]) -> None:
-    """A tangent is linear in the tangents it came from: unless it vanishes, it hangs on them."""
-    if not torch.is_grad_enabled() or not any(stack.requires_grad for stack in stacks):
-        return
-    for tangent in tangents:
-        if not tangent.requires_grad and bool(tangent.any()):
-            raise RuntimeError(f"stars_fast: {name} has a tangent in torch, but no gradient of it")
-
-
-class _ValueOnly(Exception):
-    """The op has no floating-point output: it is a question about values."""
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _is_smooth(value: Any) -> bool:
-    return _is_tensor(value) and (value.is_floating_point() or value.is_complex())

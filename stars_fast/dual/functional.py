@@ -77,18 +77,6 @@ def dropout(input: Dual, p: float = 0.5, training: bool = True, inplace: bool = 
     return assign("dropout", input, result) if inplace else result
 
 
-@rule("glu", kind="product")
-def glu(input: Dual, dim: int = -1) -> Any:
-    a, b = input.chunk(2, dim)
-    return a * torch.sigmoid(b)
-
-
-@rule("hardsigmoid", kind="product")
-def hardsigmoid(input: Dual, inplace: bool = False) -> Any:
-    result = torch.clamp(input + 3, 0, 6) / 6
-    return assign("hardsigmoid", input, result) if inplace else result
-
-
 # -- softmax
 
 
@@ -194,8 +182,7 @@ def _per_channel(weight: Any, ndim: int) -> Any:
 def group_norm(
     input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Any:
-    """From its parts: torch.func.jvp of the norms that save their statistics has a tangent whose
-    gradient forgets the path through them (torch 2.13)."""
+    """From its parts: torch has no forward derivative of its backward."""
     grouped = input.reshape(input.shape[0], num_groups, -1)
     y = _standardise(grouped, (-1,), eps).reshape(input.shape)
     return _affine(y, _per_channel(weight, y.dim()), _per_channel(bias, y.dim()))
@@ -211,7 +198,6 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    *_: Any,
 ) -> Any:
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stars_fast.dual.fallback import jvp
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.fallback import jvp
 from stars_fast.dual.inplace import check_writable
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import RULES, Rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 

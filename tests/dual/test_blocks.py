@@ -238,7 +238,9 @@ def test_a_loss_on_the_tangent_alone_reaches_q_k_and_v():
     block = gpt_block("pre", "rmsnorm")
     h, v = state(2, 5, 16), state(2, 5, 16, seed=9)
     packed = next(p for name, p in block.named_parameters() if p.shape == (48, 16))
-    (grad,) = torch.autograd.grad(dual_pass(block, torch.stack((h, v)), (), {})[1].square().sum(), packed)
+    (grad,) = torch.autograd.grad(
+        dual_pass(block, torch.stack((h, v)), (), {})[1].square().sum(), packed
+    )
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         tangent = torch.func.jvp(block, (h,), (v,))[1]
     (expected,) = torch.autograd.grad(tangent.square().sum(), packed)

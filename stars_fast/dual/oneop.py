@@ -1,0 +1,210 @@
+"""The dual of one op that has no rule, by torch's forward-mode derivatives, and its exact gradient.
+
+Forward runs the op on torch's own dual tensors, as `torch.func.jvp` does. Backward uses that the
+reverse of a dual op is the dual of its reverse with the cotangents swapped: with vjp(x; y_bar) the
+op's ordinary backward,
+
+    (x_dot_bar, x_bar) = jvp of vjp at (x, y_dot_bar) in the direction (x_dot, y_bar)
+                       = jvp of vjp(.; y_dot_bar) at x in the direction x_dot, + (0, vjp(x; y_bar))
+
+which is forward over reverse, the order that torch tests. The other order, autograd of the forward
+derivative, is wrong in torch 2.13 for ops that save intermediate results, such as layer_norm or
+linalg.solve: it takes what they saved for constants.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from stars_fast.dual.tensor import Dual
+
+
+class _Call:
+    """One call of one op: what it is called with, apart from the tensors that carry derivatives."""
+
+    def __init__(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> None:
+        self.func, self.name = func, name
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.duals = [i for i, leaf in enumerate(self.leaves) if type(leaf) is Dual]
+        self.plains = [
+            i
+            for i, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor) and type(leaf) is not Dual and leaf.requires_grad
+        ]
+        self.tensors = [self.leaves[i].stack for i in self.duals]
+        self.tensors += [self.leaves[i] for i in self.plains]
+        for i in (*self.duals, *self.plains):
+            self.leaves[i] = None
+        self.outputs: list[Any] = []
+        self.out_spec: Any = None
+        self.device = self.tensors[0].device.type
+        self.autocast = torch.is_autocast_enabled(self.device)
+        self.autocast_dtype = torch.get_autocast_dtype(self.device)
+        self.rng = torch.get_rng_state()
+
+    def __call__(self, *inputs: Tensor) -> None:
+        """Run the op on the values of its derivative-carrying inputs; leaves `outputs`."""
+        leaves = list(self.leaves)
+        for place, value in zip((*self.duals, *self.plains), inputs, strict=True):
+            leaves[place] = value
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with torch.autocast(self.device, dtype=self.autocast_dtype, enabled=self.autocast):
+            self.outputs, self.out_spec = tree_flatten(self.func(*args, **kwargs))
+
+    def smooth(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The floating-point outputs."""
+        self(*inputs)
+        smooth = tuple(out for out in self.outputs if _is_smooth(out))
+        if not smooth:
+            raise _ValueOnly
+        return smooth
+
+    def split(self, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        """Primals and tangents of the inputs; a plain tensor has a zero tangent."""
+        count = len(self.duals)
+        stacks, plains = tensors[:count], tensors[count:]
+        primals = [stack[0] for stack in stacks] + list(plains)
+        tangents = [stack[1] for stack in stacks] + [torch.zeros_like(x) for x in plains]
+        return primals, tangents
+
+
+class _OneOp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.save_for_backward(*tensors)
+        primals, tangents = call.split(tensors)
+        # Inside a Function torch turns forward mode off.
+        with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
+            smooth = call.smooth(*map(forward_ad.make_dual, primals, tangents))
+            pairs = [forward_ad.unpack_dual(out) for out in smooth]
+            call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
+        if any(pair.tangent is None for pair in pairs):
+            # torch.func.jvp would answer zeros here: an op that torch can't see through.
+            raise RuntimeError(
+                f"stars_fast: {call.name} gives a result without a tangent: torch has no forward "
+                "derivative for it; detach its input where a constant is meant"
+            )
+        return tuple(torch.stack((pair.primal, pair.tangent)) for pair in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        primals, tangents = call.split(tuple(x.detach() for x in ctx.saved_tensors))
+        with (
+            torch.random.fork_rng(devices=[]),
+            forward_ad._set_fwd_grad_enabled(True),
+            forward_ad.dual_level(),
+            torch.enable_grad(),
+        ):
+            torch.set_rng_state(call.rng)  # a random op draws again what it drew
+            inputs = [
+                forward_ad.make_dual(x.requires_grad_(), x_dot)
+                for x, x_dot in zip(map(torch.clone, primals), tangents, strict=True)
+            ]
+            outputs = call.smooth(*inputs)
+            bars, dot_bars = [g[0] for g in grads], [g[1] for g in grads]
+            # With create_graph torch takes the form of a backward that can be differentiated.
+            grad = functools.partial(
+                torch.autograd.grad, outputs, inputs, create_graph=True, allow_unused=True
+            )
+            try:
+                # A reverse pass is linear in its cotangent, but torch's formulas need not be smooth
+                # in it (logcumsumexp takes its logarithm): y_bar goes by itself, not as a direction.
+                first, second = grad(bars), grad(dot_bars)
+            except NotImplementedError as error:
+                raise RuntimeError(
+                    f"stars_fast: {call.name} has no rule, and torch can't differentiate its forward "
+                    f"derivative: {error}"
+                ) from error
+            pairs = [forward_ad.unpack_dual(out) for out in smooth]
+            call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
+        if any(pair.tangent is None for pair in pairs):
+            # torch.func.jvp would answer zeros here: an op that torch can't see through.
+            raise RuntimeError(
+                f"stars_fast: {call.name} gives a result without a tangent: torch has no forward "
+                "derivative for it; detach its input where a constant is meant"
+            )
+        return tuple(torch.stack((pair.primal, pair.tangent)) for pair in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call = ctx.call
+        primals, tangents = call.split(tuple(x.detach() for x in ctx.saved_tensors))
+        with (
+            torch.random.fork_rng(devices=[]),
+            forward_ad._set_fwd_grad_enabled(True),
+            forward_ad.dual_level(),
+            torch.enable_grad(),
+        ):
+            torch.set_rng_state(call.rng)  # a random op draws again what it drew
+            inputs = [
+                forward_ad.make_dual(x.requires_grad_(), x_dot)
+                for x, x_dot in zip(map(torch.clone, primals), tangents, strict=True)
+            ]
+            outputs = call.smooth(*inputs)
+            bars, dot_bars = [g[0] for g in grads], [g[1] for g in grads]
+            try:
+                # With create_graph torch takes the form of a backward that can be differentiated.
+                second = torch.autograd.grad(
+                    outputs, inputs, dot_bars, create_graph=True, allow_unused=True
+                )
+            except NotImplementedError as error:
+                raise RuntimeError(
+                    f"stars_fast: {call.name} has no rule, and torch can't differentiate its forward "
+                    f"derivative: {error}"
+                ) from error
+            # A reverse pass is linear in its cotangent, but torch's formulas need not be smooth in it
+            # (logcumsumexp takes its logarithm): y_bar goes by itself, not as a direction.
+            first = torch.autograd.grad(outputs, inputs, bars, allow_unused=True)
+            pairs = [
+                (_part(g, 0, x), _part(g, 1, x) + _part(f, 0, x))
+                for f, g, x in zip(first, second, primals, strict=True)
+            ]
+        count = len(call.duals)
+        stacks = [torch.stack((bar, dot_bar)) for dot_bar, bar in pairs[:count]]
+        return None, *stacks, *(bar for _, bar in pairs[count:])
+
+
+def _part(grad: Tensor | None, half: int, x: Tensor) -> Tensor:
+    """Primal or tangent of a gradient; None is zero: the op does not depend on this input, or is
+    linear in it."""
+    part = None if grad is None else forward_ad.unpack_dual(grad)[half]
+    return torch.zeros_like(x) if part is None else part.detach()
+
+
+def jvp(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
+    """Run one op on Duals: floating-point outputs become Duals, others stay plain.
+
+    Raises:
+        RuntimeError: torch has no forward derivative for the op, named by `name`.
+    """
+    call = _Call(func, name, args, kwargs)
+    try:
+        stacks = iter(_OneOp.apply(call, *call.tensors))
+    except _ValueOnly:
+        return tree_unflatten(call.outputs, call.out_spec)
+    except NotImplementedError as error:
+        raise RuntimeError(
+            f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
+        ) from error
+    filled = [Dual(next(stacks)) if out is None else out for out in call.outputs]
+    return tree_unflatten(filled, call.out_spec)
+
+
+class _ValueOnly(Exception):
+    """The op has no floating-point output: it is a question about values."""
+
+
+def _is_smooth(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -1,0 +1,326 @@
+"""A tangent never goes missing in silence: in-place writes, constants, foreign functions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dual_reference import assert_dual_matches
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from stars_fast import Dual, explain, fused_jsrr, fused_jvp
+from stars_fast.dual.run import dual_pass
+
+
+def state(*shape, seed=3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pair(*shape):
+    return Dual(state(2, *shape))
+
+
+def check(f, *shape):
+    h = state(*shape).requires_grad_()
+    run = lambda stack: dual_pass(f, stack, (), {})  # noqa: E731
+    assert_dual_matches(run, f, h, state(*shape, seed=4), [h])
+
+
+# -- in place
+
+
+def written(f):
+    """Each in-place form works on a copy, as a block would."""
+
+    def block(h):
+        x = h * 1.0
+        f(x)
+        return x.sin()
+
+    return block
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(x.clone().sin()),
+        lambda x: x.add_(2.0, alpha=3),
+        lambda x: x.sub_(x.clone().cos()),
+        lambda x: x.mul_(x.clone().sin()),
+        lambda x: x.mul_(3.0),
+        lambda x: x.div_(x.clone().square() + 1),
+        lambda x: x.exp_(),
+        lambda x: x.neg_(),
+        lambda x: x.clamp_(-0.5, 0.5),
+        lambda x: x.copy_(x.flip(0)),
+        lambda x: x.masked_fill_(x > 0, 0.5),
+        lambda x: x.zero_(),
+        lambda x: F.silu(x, inplace=True),
+        lambda x: F.relu(x, inplace=True),
+        lambda x: x[0].add_(x[1]),
+        lambda x: x[:, 1:].mul_(2.0),
+        lambda x: x.view(-1)[3:].add_(x.view(-1)[:-3].clone()),
+        lambda x: x.transpose(0, 1)[2].tanh_(),
+        lambda x: x.__setitem__((0, slice(None)), x[1] * 2),
+        lambda x: x.__setitem__(torch.tensor([2, 0]), x[:2].clone().cos()),
+        lambda x: x.__setitem__(x > 0, 1.0),
+    ],
+    ids=str,
+)
+def test_in_place_ops_are_right_through_views(write):
+    check(written(write), 3, 4)
+
+
+def test_augmented_assignment():
+    def block(h):
+        x = h.clone()
+        x += h.sin()
+        x *= h.cos()
+        x -= 1
+        x /= 2
+        return x
+
+    check(block, 3, 4)
+
+
+def test_a_plain_tensor_can_not_receive_a_tangent():
+    buffer = torch.zeros(3, 4, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="in-place copy_ would write"):
+        buffer.copy_(pair(3, 4))
+    with pytest.raises(RuntimeError, match="__setitem__"):
+        buffer[0] = pair(4)
+    with pytest.raises(RuntimeError, match="add_ would write"):
+        buffer.add_(pair(3, 4))
+    with pytest.raises(RuntimeError, match="index_add_ would write"):
+        buffer.index_add_(0, torch.tensor([0, 1]), pair(2, 4))
+    with pytest.raises(RuntimeError, match=r"out=\.\.\."):
+        torch.logcumsumexp(pair(3, 4), 0, out=buffer)
+
+
+def test_a_write_through_a_view_without_a_rule_is_refused():
+    x = pair(2, 4)
+    view = x.hsplit(2)[0]
+    with pytest.raises(RuntimeError, match="shares memory through 'hsplit'"):
+        view.add_(1)
+    with pytest.raises(RuntimeError, match="shares memory through 'hsplit'"):
+        x.mul_(2)
+
+
+# -- values
+
+
+def test_control_flow_sees_the_primal():
+    x = pair(3, 4)
+    assert torch.equal(x > 0, x.primal > 0)
+    assert bool(x[0, 0] > 0) == bool(x.primal[0, 0] > 0)
+    assert x[0, 0].item() == x.primal[0, 0].item()
+    assert x.shape == (3, 4)
+    assert x.size(-1) == 4
+    assert x.dim() == x.ndim == 2
+    assert x.numel() == 12
+    assert len(x) == 3
+    assert x.dtype == torch.float64
+    assert isinstance(x, torch.Tensor)
+    assert torch.equal(x.argmax(-1), x.primal.argmax(-1))
+
+
+def test_detach_gives_a_constant_as_under_torch_func():
+    check(lambda h: h * h.detach().sin(), 3, 4)
+
+
+def test_a_block_that_forgets_h_is_an_error():
+    with pytest.raises(TypeError, match="constant tensor"):
+        fused_jsrr(lambda h: h.detach() * 2, state(2, 3, 4))
+    with pytest.raises(TypeError, match="got NoneType"):
+        fused_jsrr(lambda h: None, state(2, 3, 4))
+
+
+def test_leaving_through_the_back_door_is_an_error():
+    x = pair(3)
+    with (
+        pytest.raises(RuntimeError, match="below its rules"),
+        torch._C.DisableTorchFunctionSubclass(),
+    ):
+        torch.sin(x)
+    with pytest.raises(RuntimeError, match="data_ptr"):
+        x.data_ptr()
+    with pytest.raises(RuntimeError, match="backward"):
+        x.sum().backward()
+    with pytest.raises(RuntimeError, match="deep-copied"):
+        __import__("copy").deepcopy(x)
+
+
+# -- foreign functions
+
+
+class Cube(torch.autograd.Function):
+    """With a forward derivative."""
+
+    @staticmethod
+    def forward(x):
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+    @staticmethod
+    def jvp(ctx, x_dot):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * x_dot
+
+
+class Opaque(torch.autograd.Function):
+    """Without one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_custom_function_with_a_jvp_is_exact():
+    check(lambda h: Cube.apply(h.sin()) * h, 3, 4)
+    assert "Cube" in explain(lambda h: Cube.apply(h), state(3, 4)).fallbacks
+
+
+def test_a_custom_function_without_one_is_named():
+    with pytest.raises(RuntimeError, match=r"Opaque has no `jvp`"):
+        fused_jsrr(lambda h: Opaque.apply(h), state(2, 3, 4))
+
+
+def test_function_apply_is_untouched_outside_a_pass():
+    original = torch.autograd.Function.__dict__["apply"].__func__
+    fused_jsrr(nn.Linear(4, 4).double(), state(2, 3, 4))
+    assert torch.autograd.Function.__dict__["apply"].__func__ is original
+    x = torch.ones(3, requires_grad=True)
+    Opaque.apply(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+@torch.library.custom_op("stars_fast_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def test_a_library_op_is_refused_because_torch_would_answer_zero():
+    _, tangent = torch.func.jvp(twice, (torch.ones(3),), (torch.ones(3),))
+    assert not tangent.any()  # why
+    with pytest.raises(RuntimeError, match="stars_fast_test::twice has no forward derivative"):
+        fused_jsrr(lambda h: twice(h), state(2, 3, 4))
+
+
+def test_an_op_without_a_forward_derivative_is_named():
+    def block(h):
+        index = torch.zeros(2, 4, dtype=torch.long)
+        return h + h.new_zeros(2, 4).scatter_reduce(0, index, h, "prod")
+
+    with pytest.raises(RuntimeError, match="scatter_reduce"):
+        fused_jsrr(block, state(2, 4))
+
+
+def test_reentrant_checkpointing_is_refused():
+    layer = nn.Linear(4, 4).double()
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        fused_jsrr(lambda h: checkpoint(layer, h, use_reentrant=True), state(2, 3, 4))
+
+
+def test_a_function_inside_a_recomputed_region_is_refused_not_wrong():
+    layer = nn.Linear(4, 4).double()
+
+    def part(x):
+        return Cube.apply(layer(x))
+
+    h = state(2, 3, 4).requires_grad_()
+    loss = fused_jsrr(lambda x: checkpoint(part, x, use_reentrant=False), h, detach=False)
+    with pytest.raises(RuntimeError):
+        loss.backward()
+
+
+def test_batch_norm_in_training_is_refused_and_in_eval_exact():
+    norm = nn.BatchNorm1d(4).double()
+    with pytest.raises(RuntimeError, match=r"call eval\(\)"):
+        fused_jsrr(norm, state(2, 4))
+    norm.running_var.uniform_(0.5, 2)
+    check(norm.eval(), 3, 4)
+
+
+def test_group_norm_is_exact():
+    norm = nn.GroupNorm(2, 4).double()
+    h = state(3, 4, 5).requires_grad_()
+    written_out = lambda x: (  # noqa: E731
+        (lambda g: (g - g.mean(-1, keepdim=True)) / (g.var(-1, False, keepdim=True) + 1e-5).sqrt())(
+            x.reshape(3, 2, 10)
+        ).reshape(3, 4, 5)
+    )
+    run = lambda stack: dual_pass(norm, stack, (), {})  # noqa: E731
+    assert_dual_matches(run, written_out, h, state(3, 4, 5, seed=4), [h])
+
+
+# -- attention beyond the fused op
+
+
+def attend(h, **kwargs):
+    q, k, v = h.view(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(q, k, v, **kwargs)
+
+
+def test_a_mask_with_a_gradient_gets_it():
+    bias = state(2, 5, 5, seed=8).requires_grad_()
+    h = state(2, 5, 24).requires_grad_()
+    f = lambda x: attend(x, attn_mask=bias)  # noqa: E731
+    run = lambda stack: dual_pass(f, stack, (), {})  # noqa: E731
+    assert_dual_matches(run, f, h, state(2, 5, 24, seed=4), [h, bias])
+
+
+def test_a_mask_that_depends_on_h():
+    check(lambda h: attend(h, attn_mask=h[:, None, :, :5].tanh()), 2, 5, 24)
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (3, 2, 5, 24)], ids=["2-d", "4-d-batch"])
+def test_attention_of_unusual_rank(shape):
+    def block(h):
+        q, k, v = h.chunk(3, -1)
+        if len(shape) == 4:
+            q, k, v = (x.unsqueeze(2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v)
+
+    check(block, *shape)
+
+
+def test_dropout_uses_one_mask_and_the_ordinary_draw():
+    h, v = state(4, 50), state(4, 50, seed=4)
+    torch.manual_seed(0)
+    plain = F.dropout(h, 0.3)
+    torch.manual_seed(0)
+    out, jv = fused_jvp(lambda x: F.dropout(x, 0.3), h, v)
+    assert torch.equal(out, plain)
+    assert torch.equal(jv == 0, plain == 0)
+
+
+def test_attention_dropout_is_consistent():
+    h, v = state(2, 5, 24), state(2, 5, 24, seed=4)
+    f = lambda x: attend(x, dropout_p=0.5)  # noqa: E731
+
+    def value(x):
+        torch.manual_seed(0)
+        return fused_jvp(f, x, v)[0]
+
+    torch.manual_seed(0)
+    jv = fused_jvp(f, h, v)[1]
+    numeric = (value(h + 1e-6 * v) - value(h - 1e-6 * v)) / 2e-6
+    torch.testing.assert_close(jv, numeric, rtol=1e-6, atol=1e-7)
+
+
+def test_heads_that_do_not_fit_are_named():
+    q, k = state(1, 4, 5, 8), state(1, 2, 5, 8)
+    with pytest.raises(RuntimeError, match="enable_gqa=True"):
+        fused_jsrr(lambda h: F.scaled_dot_product_attention(h, k, k), q)
