@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"stars-fast: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stars-fast: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

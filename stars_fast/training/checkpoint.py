@@ -4,11 +4,13 @@ import os
 import re
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from stars_fast.training.optional import need
 from stars_fast.training.tree import ConfigError
 
 MODEL, STATE = "model.safetensors", "state.pt"
@@ -24,8 +26,6 @@ def save_checkpoint(
     that name is complete whenever the process dies. With `keep` > 0 only the newest `keep` stay.
     A checkpoint of `step` that is there already is left as it is.
     """
-    from safetensors.torch import save_model
-
     path = folder / f"step-{step:06d}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def save_checkpoint(
             shutil.rmtree(left)
         temporary = folder / f"writing-{step:06d}"
         temporary.mkdir()
-        save_model(model, str(temporary / MODEL))
+        _safetensors().save_model(model, str(temporary / MODEL))
         torch.save(state, temporary / STATE)
         for written in (temporary / MODEL, temporary / STATE, temporary):
             sync(written)
@@ -66,10 +66,8 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
 
     Raises ConfigError if they do not fit it.
     """
-    from safetensors.torch import load_model
-
     try:
-        load_model(model, str(checkpoint / MODEL))
+        _safetensors().load_model(model, str(checkpoint / MODEL))
     except RuntimeError as error:
         raise ConfigError(f"{checkpoint} does not fit the model: {error}") from error
 
@@ -77,6 +75,10 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """The state that `save_checkpoint` wrote, on the CPU."""
     return torch.load(checkpoint / STATE, map_location="cpu", weights_only=True)
+
+
+def _safetensors() -> ModuleType:
+    return need("safetensors.torch", "checkpoints")
 
 
 def sync(path: Path) -> None:

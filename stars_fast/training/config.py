@@ -15,6 +15,7 @@ from stars_fast.training import tree
 from stars_fast.training.depth import DepthLaw
 from stars_fast.training.methods import METHODS
 from stars_fast.training.optim import OptimConfig
+from stars_fast.training.optional import need
 from stars_fast.training.penalty import PenaltyConfig
 from stars_fast.training.recipes import read_recipe
 from stars_fast.training.tree import ConfigError
@@ -233,6 +234,5 @@ def resolve(name: str, known: Sequence[str]) -> str:
 
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the full tree as YAML; `load_config` reads it back equal."""
-    import yaml
-
+    yaml = need("yaml", "recipes")
     path.write_text(yaml.safe_dump(tree.to_dict(config), sort_keys=False, allow_unicode=True))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.training import tree
+from stars_fast.training.optional import need
 from stars_fast.training.tree import ConfigError
 
 
@@ -50,10 +51,7 @@ def _recipe_text(recipe: str) -> str:
 
 
 def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:
-    try:
-        import yaml
-    except ImportError as error:
-        raise ConfigError('recipes need PyYAML: pip install "stars-fast[train]"') from error
+    yaml = need("yaml", "recipes")
     try:
         mapping = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -15,6 +15,19 @@ def derive(seed: int, *stream: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
+def seed_dropout(seed: int, step: int, micro: int, device: torch.device) -> None:
+    """Seed what the model itself draws in micro-batch `micro` of `step`.
+
+    As a function of its place rather than a stream through the run, so that resumption has no
+    generator state to restore.
+    """
+    value = derive(seed, "dropout", step, micro)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(value)
+    else:
+        torch.default_generator.manual_seed(value)
+
+
 def sample_noise(like: Tensor, seed: int, step: int, first: int) -> Tensor:
     """Standard normal noise of the shape, dtype and device of `like`, [B, ...].
 

@@ -22,7 +22,7 @@ from stars_fast.training.config import TrainConfig
 from stars_fast.training.distributed import World
 from stars_fast.training.losses import adjacent_l2, token_loss
 from stars_fast.training.optim import gradient_norm, learning_rate, step_if
-from stars_fast.training.seeds import derive, sample_noise
+from stars_fast.training.seeds import derive, sample_noise, seed_dropout
 from stars_fast.training.turns import run_turns
 
 
@@ -130,7 +130,7 @@ def train_step(
     shares = torch.zeros(2, device=world.device)
     optimizer.zero_grad(set_to_none=True)
     for turns, batch in zip(plan.turns, window, strict=True):
-        torch.manual_seed(derive(config.seed, "dropout", plan.step, batch.index))
+        seed_dropout(config.seed, plan.step, batch.index, world.device)
         with _reduction(step_loss, now=batch is window[-1]):
             loss, share = step_loss(batch, plan, turns, window_tokens)
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up

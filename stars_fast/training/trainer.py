@@ -15,12 +15,13 @@ from stars_fast.training import tree
 from stars_fast.training.batches import Batches
 from stars_fast.training.checkpoint import latest, load_state, load_weights, save_checkpoint
 from stars_fast.training.collapse import CollapseMonitor
-from stars_fast.training.config import TrainConfig
+from stars_fast.training.config import TrainConfig, load_config
 from stars_fast.training.cost import outside_block
 from stars_fast.training.distributed import World, processes
 from stars_fast.training.interrupt import Interrupts
 from stars_fast.training.metrics import Meter, MetricsLog, read_metrics
 from stars_fast.training.optim import make_optimizer
+from stars_fast.training.optional import need
 from stars_fast.training.progress import Progress, banner
 from stars_fast.training.run_folder import RunFolder
 from stars_fast.training.seeds import derive
@@ -47,6 +48,7 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
     folder that is not there yet begins. Raises ConfigError for a configuration or folder that
     cannot be used, TrainingFailure for a run that cannot recover.
     """
+    need("safetensors.torch", "checkpoints")
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with processes(config.train.device) as world:
@@ -168,7 +170,6 @@ class Trainer:
         if self.world.first:
             turns = list(self.config.eval.turns)
             accuracy = evaluate(self.model, self.data, turns, self.config.eval.limit)
-            self.model.train()
         self.world.wait()
         self.progress.pause()
         self.meter.restart_clock()
@@ -225,24 +226,33 @@ class Trainer:
 
     def _finish(self) -> None:
         """The accuracy against turns, and the figures."""
-        config, folder = self.config, self.folder
-        accuracy = self._accuracy() if config.eval.turns else {}
+        folder = self.folder
+        accuracy = self._accuracy() if self.config.eval.turns else {}
         if not self.world.first:
             return
-        from stars_fast.analysis.plots import accuracy_against_turns, training_curves
-
-        training_curves(read_metrics(folder.metrics), folder.path / "training.png")
         if accuracy:
             folder.write_results({"step": self.step, "accuracy": accuracy})
+            shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in accuracy.items())
+            self.progress.say(f"exact match by turns  {shown}")
+        try:
+            self._draw(accuracy)
+        except ImportError as error:
+            self.progress.say(str(error))
+        self.progress.say(f"done: {folder.path}")
+
+    def _draw(self, accuracy: dict[int, float]) -> None:
+        """The figures: training curves, accuracy against turns."""
+        from stars_fast.analysis.plots import accuracy_against_turns, training_curves
+
+        config, folder = self.config, self.folder
+        training_curves(read_metrics(folder.metrics), folder.path / "training.png")
+        if accuracy:
             accuracy_against_turns(
                 {config.name: accuracy},
                 folder.path / "accuracy.png",
                 title=f"{config.name}: exact match on unseen sums",
                 trained_depth=config.trained_turns,
             )
-            shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in accuracy.items())
-            self.progress.say(f"exact match by turns  {shown}")
-        self.progress.say(f"done: {folder.path}")
 
 
 def make_model(config: TrainConfig) -> LoopedLM:
@@ -256,8 +266,6 @@ def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Tra
 
     Raises ConfigError if the run or the checkpoint is not there.
     """
-    from stars_fast.training.config import load_config
-
     folder = RunFolder(path)
     if not folder.config.exists():
         raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
