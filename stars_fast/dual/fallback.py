@@ -41,6 +41,11 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
         return _inplace(func, name, short, args, kwargs)
     if short.startswith("__i") and short.endswith("__"):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
+    if short == "__get__":
+        value = func(args[0].stack[0])
+        if not isinstance(value, torch.Tensor):
+            report(name, "primal")
+            return value
     composed = isinstance(func, FunctionType) and func.__module__ in _COMPOSED
     # A function that asks again from a helper comes back here: then it is one op.
     if composed and func not in _opened():

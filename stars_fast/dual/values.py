@@ -93,6 +93,12 @@ def is_leaf(input: Dual) -> bool:
     return input.stack.is_leaf
 
 
+@rule("_base", kind="primal")
+def base(input: Dual) -> Tensor | None:
+    """Not None where the stack is a view: what wrappers ask before they trust a tensor."""
+    return input.stack._base
+
+
 @rule("grad", kind="primal")
 def grad(input: Dual) -> None:
     return None
