@@ -100,11 +100,6 @@ class DepthLaw:
             raise ValueError(f"u must be in [0, 1), got {u!r}")
         return int(np.searchsorted(self._cumulative, u, side="right"))
 
-    def central(self, share: float = 0.9) -> tuple[int, int]:
-        """Fewest and most turns of the middle `share` of the law, for showing where it trains."""
-        tail = (1 - share) / 2
-        return self.quantile(tail), self.quantile(1 - tail)
-
     def sample(self, seed: int, step: int, micro: int = 0, window: int = 1) -> int:
         """Turns of micro-batch `micro` of the `window` micro-batches of optimiser step `step`.
 

@@ -130,14 +130,6 @@ def test_quantile_inverts_the_cumulative_law():
     assert law.quantile(0.0) == law.low
 
 
-@each_law
-def test_central_range_holds_the_share(law):
-    low, high = law.central(0.9)
-    assert sum(law.pmf(k) for k in range(low, high + 1)) >= 0.9
-    assert sum(law.pmf(k) for k in range(low)) <= 0.05
-    assert sum(law.pmf(k) for k in range(high + 1, law.high + 1)) <= 0.05
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
