@@ -104,6 +104,7 @@ def training_curves(
         axis.set_ylabel(name)
     axes[-1].set_xlabel("optimiser step")
     axes[0].set_title(title, loc="left", fontsize=11)
+    axes[0].set_title("thin: as logged, thick: running mean", loc="right", fontsize=8)
     if len(by_label) > 1:
         axes[0].legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     _save(figure, path)
