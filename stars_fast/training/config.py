@@ -37,7 +37,8 @@ class LoopConfig:
 
     steps: optimiser steps.
     batch_size: samples per optimiser step, over all ranks and micro-batches.
-    accumulation: micro-batches per optimiser step on each rank; does not change the loss.
+    accumulation: micro-batches per optimiser step on each rank, each with a depth of its own; at
+        a fixed depth it does not change the loss.
     backprop_turns: gradient through the last so many turns only; none for all.
     log_every: steps between lines of metrics.
     save_every: steps between checkpoints; 0 for the last step alone.

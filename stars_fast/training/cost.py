@@ -59,10 +59,15 @@ class RemainingTime:
         for step in reversed(range(config.train.steps)):
             self.after.append(self.after[-1] + step_cost(config, mean, step, rest))
         self.seconds = self.turns = 0.0
+        self.steps = 0
 
     def add(self, step: int, turns: float, seconds: float) -> None:
-        """Note that `step`, at `turns` turns on average, took `seconds`."""
-        keep = 0.98
+        """Note that `step`, at `turns` turns on average, took `seconds`.
+
+        The first step counts only until there is a second: it also warms up.
+        """
+        keep = 0.0 if self.steps == 1 else 0.98
+        self.steps += 1
         self.seconds = keep * self.seconds + seconds
         self.turns = keep * self.turns + step_cost(self.config, turns, step, self.rest)
 

@@ -1,6 +1,7 @@
 """The processes of a run: one, or those that torchrun started."""
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,5 +79,9 @@ def processes(device: str = "auto") -> Iterator[World]:
     try:
         yield World(dist.get_rank(), size, here)
     finally:
+        # A Gloo thread may still be letting go of the last collective, for which it needs the
+        # interpreter's lock. The group's end waits for its threads and holds that lock: without
+        # this pause, in which the lock is free, a process now and then never ends.
+        time.sleep(0.2)
         if joined:
             dist.destroy_process_group()

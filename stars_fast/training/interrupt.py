@@ -2,18 +2,24 @@
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
+IMPATIENT = 2.0
+"""Seconds from which a further signal acts at once. Until then it is the same wish come by another
+way: launchers and schedulers pass on what the process has received itself."""
+
 
 class Interrupts:
-    """While entered, the first SIGINT or SIGTERM is noted in `received`; a second one acts at once.
+    """While entered, the first SIGINT or SIGTERM is noted in `received`; a later one acts at once.
 
-    Outside the main thread, where Python gives signals to nobody else, nothing is caught.
+    Outside the main thread, where Python handles no signals, nothing is caught.
     """
 
     def __init__(self) -> None:
         self.received = 0
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupts":
@@ -23,8 +29,12 @@ class Interrupts:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        self._restore()
+        now = time.monotonic()
+        if not self.received:
+            self.received, self._since = number, now
+        elif now - self._since >= IMPATIENT:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -29,8 +29,8 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
 
 def recipe_names() -> list[str]:
     """Names of the recipes of the package, sorted."""
-    folder = resources.files("stars_fast.recipes")
-    return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
+    files = (resources.files("stars_fast") / "recipes").iterdir()
+    return sorted(file.name[:-5] for file in files if file.name.endswith(".yaml"))
 
 
 def _recipe_text(recipe: str) -> str:
@@ -47,7 +47,7 @@ def _recipe_text(recipe: str) -> str:
         raise ConfigError(
             f"no recipe, YAML file or run folder named {recipe!r}; recipes: {', '.join(names)}"
         )
-    return (resources.files("stars_fast.recipes") / f"{recipe}.yaml").read_text()
+    return (resources.files("stars_fast") / "recipes" / f"{recipe}.yaml").read_text()
 
 
 def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:

@@ -20,7 +20,6 @@ _MAY_CHANGE = {
     "description",
     "out",
     "train.steps",
-    "train.accumulation",
     "train.log_every",
     "train.save_every",
     "train.keep",

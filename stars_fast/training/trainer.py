@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.looped import LoopedLM
-from stars_fast.training import tree
 from stars_fast.training.batches import Batches
 from stars_fast.training.checkpoint import latest, load_state, load_weights, save_checkpoint
 from stars_fast.training.collapse import CollapseMonitor
@@ -185,7 +184,6 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "meter": self.meter.state(),
                 "collapse": self.collapse.state(),
-                "config": tree.to_dict(self.config),
             }
             keep = self.config.train.keep
             save_checkpoint(self.folder.checkpoints, self.step, self.model, state, keep)

@@ -1,5 +1,6 @@
 import pytest
 
+from stars_fast.data.addition import AdditionData
 from stars_fast.training import tree
 from stars_fast.training.config import (
     TrainConfig,
@@ -41,6 +42,7 @@ def test_a_recipe_with_overrides(recipe):
 def test_vocabulary_and_length_follow_from_the_data(recipe):
     config = load_config(str(recipe))
     assert (config.model.vocab_size, config.model.max_length) == (14, 9)
+    assert AdditionData(config.data).max_length == 9
     assert load_config(str(recipe), ["--model.max_length", "20"]).model.max_length == 20
     with pytest.raises(ConfigError, match=r"max_length must be at least 9 for the data, got 8"):
         load_config(str(recipe), ["--model.max_length", "8"])

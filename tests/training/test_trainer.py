@@ -6,7 +6,7 @@ import signal
 import pytest
 import torch
 
-from stars_fast.training import step, trainer
+from stars_fast.training import interrupt, step, trainer
 from stars_fast.training.checkpoint import MODEL, checkpoints, latest
 from stars_fast.training.metrics import read_metrics
 from stars_fast.training.trainer import TrainingFailure, load_model, train
@@ -49,14 +49,18 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_go_on(tiny, at_step, c
     assert train(config, resume=True)[::2] == (6, 0)
 
 
-def test_a_second_signal_acts_at_once(tiny, at_step):
+def test_a_second_signal_is_the_same_wish_and_later_acts_at_once(tiny, at_step, monkeypatch):
     def twice():
         signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
 
     at_step(2, twice)
+    assert train(tiny())[::2] == (3, signal.SIGINT)
+    monkeypatch.setattr(interrupt, "IMPATIENT", 0.0)
+    at_step(4, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
-        train(tiny())
+        train(tiny(), resume=True)
 
 
 @pytest.mark.parametrize("method", ["sft", "random-loop", "jsrr", "stars", "l2"])
