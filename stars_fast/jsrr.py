@@ -4,8 +4,9 @@
     dual pass   (h, u) -> (Phi(h), J u), one pass through the block
     norm        mean over samples of mean(J u * J u)  =  ||J v||^2 with ||v|| = 1
 
-A unit vector over D entries has entries of size D^-1/2, too small for 16-bit numbers. The tangent is
-linear, so u = sqrt(D) v is carried instead, and the mean over the D entries of (J u)^2 is ||J v||^2.
+A unit vector over D entries has entries of size D^-1/2, too small for 16-bit numbers. The tangent
+is linear, so u = sqrt(D) v is carried instead, and the mean over the D entries of (J u)^2 is
+||J v||^2.
 """
 
 from __future__ import annotations
@@ -126,16 +127,16 @@ def fused_jsrr(
     `h` with `detach=False`).
 
     Args:
-        block: any module or callable `h -> h'` that keeps the shape and treats the rows of the batch
-            independently; a tuple, mapping or model output counts by its first element.
+        block: any module or callable `h -> h'` that keeps the shape and treats the rows of the
+            batch independently; a tuple, mapping or model output counts by its first element.
         h: the state, [B, S, D] floating point; or [1, total, D] with `cu_seqlens`.
         args: further positional arguments of `block`.
         kwargs: keyword arguments of `block`.
         v: direction of h's shape, instead of a random one; masked and normalised like it.
         mask: [B, S], boolean or 0/1, True for real tokens: v is zero on the others and they do not
             count in the norm. It is not handed to `block`.
-        cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row, each
-            with its own v and its own norm. It is not handed to `block`.
+        cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row,
+            each with its own v and its own norm. It is not handed to `block`.
         power_steps: v <- J v / ||J v||, this many times; the last gives the loss.
         through_power_steps: differentiate through the earlier power steps too.
         normalize: "sample" gives every sample (or document) its own unit v; "batch" one unit v over
@@ -143,21 +144,21 @@ def fused_jsrr(
             samples are of equal length.
         detach: evaluate J at `h.detach()`: the loss reaches weights only.
         fraction: of the samples, in (0, 1], drawn without replacement: an unbiased estimate at this
-            part of the cost. Tensors in `args` and `kwargs` whose first dimension is B are cut along
-            with `h`. With `cu_seqlens` or `return_output` the others stay in the pass with a zero v:
-            unbiased too, but at full cost.
-        generator: of v and of the drawn samples. Under activation checkpointing around this call use
-            the global generator (checkpointing restores it) or pass `v`.
+            part of the cost. Tensors in `args` and `kwargs` whose first dimension is B are cut
+            along with `h`. With `cu_seqlens` or `return_output` the others stay in the pass with a
+            zero v: unbiased too, but at full cost.
+        generator: of v and of the drawn samples. Under activation checkpointing around this call
+            use the global generator (checkpointing restores it) or pass `v`.
         return_output: also return the primal output, which the pass computes anyway.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64 input); with `return_output` the pair
-        `(block(h), loss)`. Samples without a real token do not count; with none at all the loss is 0.
+        `(block(h), loss)`. Samples without a real token do not count; with none the loss is 0.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named.
-        ValueError: `return_output` with `detach` where `h` requires a gradient: one pass can't be cut
-            off from `h` for the loss and stay connected for the output.
+        ValueError: `return_output` with `detach` where `h` requires a gradient: one pass can't be
+            cut off from `h` for the loss and stay connected for the output.
         RuntimeError: the block met an op whose tangent can't be computed; the op is named.
     """
     kwargs = kwargs or {}
@@ -212,8 +213,8 @@ def _check_v(v: Any, h: Tensor) -> None:
         raise TypeError(f"v: expected a tensor, got {type(v).__name__}")
     if v.shape != h.shape or v.dtype != h.dtype or v.device != h.device:
         raise ValueError(
-            f"v: expected the shape, dtype and device of h ({list(h.shape)}, {h.dtype}, {h.device}), "
-            f"got {list(v.shape)}, {v.dtype}, {v.device}"
+            f"v: expected the shape, dtype and device of h ({list(h.shape)}, {h.dtype}, "
+            f"{h.device}), got {list(v.shape)}, {v.dtype}, {v.device}"
         )
 
 

@@ -18,8 +18,8 @@ class Rows:
     """The samples of a state [B, ..., D].
 
     Attributes:
-        valid: broadcastable to the state, in its computing dtype: 1 on real entries, 0 on pads; None
-            where all are real.
+        valid: broadcastable to the state, in its computing dtype: 1 on real entries, 0 on pads;
+            None where all are real.
         sizes: [n], real entries of each sample.
         owner: [total], the document of each token of a packed row; None for a plain batch.
         weight: [n], 0 for samples that do not count (empty, or not drawn), else 1.
@@ -138,7 +138,7 @@ class Rows:
 def choose_rows(
     count: int, fraction: float, generator: torch.Generator | None, device: torch.device
 ) -> Tensor:
-    """Indices of round(fraction * count) samples, at least one, drawn without replacement, sorted."""
+    """Sorted indices of round(fraction * count) samples, at least one, without replacement."""
     number = max(1, round(fraction * count))
     where = generator.device if generator is not None else device
     order = torch.randperm(count, generator=generator, device=where)
@@ -157,8 +157,8 @@ def take_rows(tree: Any, chosen: Tensor, size: int) -> Any:
             return leaf
         if leaf.dim() == 2 and leaf.shape[1] == size:
             raise ValueError(
-                f"fraction: can't tell whether an argument of shape {list(leaf.shape)} is per sample "
-                "or a mask over tokens; give it a leading dimension of 1 or B"
+                f"fraction: can't tell whether an argument of shape {list(leaf.shape)} is per "
+                "sample or a mask over tokens; give it a leading dimension of 1 or B"
             )
         return leaf[chosen.to(leaf.device)]
 

@@ -21,8 +21,8 @@ def relative_error(got, expected):
 
 
 class KeepDouble(TorchFunctionMode):
-    """Library norms and softmaxes ask for fp32 whatever the input: in fp64 tests that rounding would
-    hide the comparison, so inside this mode a double stays a double."""
+    """Library norms and softmaxes ask for fp32 whatever the input: in fp64 tests that rounding
+    would hide the comparison, so inside this mode a double stays a double."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

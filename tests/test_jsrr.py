@@ -318,7 +318,7 @@ def test_bad_arguments(block, options, error, message):
 
 
 def test_bad_states_and_bounds(block):
-    with pytest.raises(TypeError, match="h: expected a floating-point tensor, got torch.int64"):
+    with pytest.raises(TypeError, match=r"h: expected a floating-point tensor, got torch\.int64"):
         fused_jsrr(block, torch.ones(2, 5, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="h: expected at least 2 dimensions"):
         fused_jsrr(block, state(4))

@@ -35,8 +35,8 @@ def spectral_radius(
     """Largest eigenvalue modulus of the block's Jacobian at each sample of `h`, without gradient.
 
     Args:
-        block: any module or callable `h -> h'` that keeps the shape and treats the rows of the batch
-            independently.
+        block: any module or callable `h -> h'` that keeps the shape and treats the rows of the
+            batch independently.
         h: the state, [B, ..., D] floating point.
         args, kwargs: further arguments of `block`. For "arnoldi", tensors among them whose first
             dimension is B are cut along with `h`.
@@ -101,14 +101,14 @@ def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
 def _ritz_radius(previous: Tensor, growth: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """Radius of J on span(previous, v), where J previous = growth v and J v = w.
 
-    Two dimensions, because the dominant eigenvalues of a real matrix may be a complex pair, or a real
-    one and its negative: the iterates then turn in a plane for ever.
+    Two dimensions, because the dominant eigenvalues of a real matrix may be a complex pair, or a
+    real one and its negative: the iterates then turn in a plane for ever.
     """
     c = _dot(previous, v)
     s = (1 - c * c).clamp_min(0).sqrt()
     in_line = s < torch.finfo(v.dtype).eps ** 0.5
     s = torch.where(in_line, 1.0, s)
-    # q1 = previous, q2 = (v - c q1) / s;  J q1 = growth (c q1 + s q2),  J q2 = (w - c growth v) / s.
+    # q1 = previous, q2 = (v - c q1) / s; J q1 = growth (c q1 + s q2), J q2 = (w - c growth v) / s.
     h11, h21 = growth * c, growth * s
     q1_w, v_w = _dot(previous, w), _dot(v, w)
     h12 = (q1_w - c * growth * c) / s

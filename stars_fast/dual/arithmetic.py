@@ -42,7 +42,7 @@ def _linear_sum(input: Any, other: Any, alpha: Any) -> Dual:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     primal = torch.add(a, b, alpha=alpha)
     if a_dot is None:
-        tangent = b_dot * alpha  # type: ignore[operator]
+        tangent = b_dot * alpha
     else:
         tangent = a_dot if b_dot is None else torch.add(a_dot, b_dot, alpha=alpha)
     return Dual.join(primal, tangent)
@@ -125,7 +125,7 @@ def div(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     if b_dot is None:
         if _plain_stacks(input, other):
             return Dual(align(input.stack, _ndim(b)) / b)
-        return Dual.join(a / b, a_dot / b)  # type: ignore[operator]
+        return Dual.join(a / b, a_dot / b)
     y = a / b
     rise = -y * b_dot if a_dot is None else a_dot - y * b_dot
     return Dual.join(y, rise / b)

@@ -16,7 +16,7 @@ from stars_fast.dual.tensor import Dual
 
 
 def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dtype:
-    """The dtype that `func` gives for a tensor like x, autocast included: asked with no elements."""
+    """The dtype that `func` gives for a tensor like x under autocast: asked with no elements."""
     if not torch.is_autocast_enabled(x.device.type):
         return x.dtype
     return func(x.new_empty(shape)).dtype
@@ -91,9 +91,9 @@ def softmax(
     if dim is None:
         raise ValueError("softmax: dim must be an integer, got None")
     last = dim in (-1, input.stack.dim() - 2)
-    stack = input.stack if last else input.transpose(dim, -1).stack
-    result = Dual(ops.softmax(stack, dtype))
-    return result if last else result.transpose(dim, -1)
+    axis = dim + 1 if dim >= 0 else dim
+    result = ops.softmax(input.stack if last else input.stack.transpose(axis, -1), dtype)
+    return Dual(result if last else result.transpose(axis, -1))
 
 
 @rule("log_softmax", kind="product")
@@ -178,36 +178,6 @@ def _per_channel(weight: Any, ndim: int) -> Any:
     return None if weight is None else weight.view(-1, *[1] * (ndim - 2))
 
 
-@rule("group_norm", kind="product")
-def group_norm(
-    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
-) -> Any:
-    """From its parts: torch has no forward derivative of its backward."""
-    grouped = input.reshape(input.shape[0], num_groups, -1)
-    y = _standardise(grouped, (-1,), eps).reshape(input.shape)
-    return _affine(y, _per_channel(weight, y.dim()), _per_channel(bias, y.dim()))
-
-
-@rule("instance_norm", kind="product", owners=(F,))
-def instance_norm(
-    input: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Any:
-    if not use_input_stats:
-        return batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
-    if running_mean is not None:
-        raise RuntimeError(
-            "stars_fast: instance_norm with running statistics updates them in place"
-        )
-    return group_norm(input, input.shape[1], weight, bias, eps)
-
-
 @rule("batch_norm", kind="product", owners=(F,))
 def batch_norm(
     input: Any,
@@ -223,8 +193,8 @@ def batch_norm(
     ndim = input.dim()
     if training:
         raise RuntimeError(
-            "stars_fast: batch_norm in training mode mixes the samples, whose Jacobians are then not "
-            "their own, and updates its statistics in place; call eval() on it"
+            "stars_fast: batch_norm in training mode mixes the samples, whose Jacobians are then "
+            "not their own, and updates its statistics in place; call eval() on it"
         )
     scale = _per_channel(torch.rsqrt(running_var + eps), ndim)
     y = (input - _per_channel(running_mean, ndim)) * scale

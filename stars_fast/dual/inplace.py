@@ -18,8 +18,8 @@ def check_writable(name: str, target: Any) -> None:
         )
     if target.frozen is not None:
         raise RuntimeError(
-            f"stars_fast: in-place {name} on a tensor that shares memory through {target.frozen!r}, "
-            "for which no view rule exists; clone it first"
+            f"stars_fast: in-place {name} on a tensor that shares memory through "
+            f"{target.frozen!r}, for which no view rule exists; clone it first"
         )
 
 

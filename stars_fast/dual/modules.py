@@ -102,7 +102,7 @@ def _same(y: Tensor | None, expected: Tensor) -> bool:
 def _as_rms_norm(module: nn.Module) -> Callable[..., Any] | None:
     if set(module._parameters) != {"weight"} or module._buffers or module._modules:
         return None
-    if module.weight is None or module.weight.dim() != 1:
+    if getattr(module._parameters["weight"], "ndim", 0) != 1:
         return None
     eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
     if eps_name is None:

@@ -15,7 +15,8 @@ linalg.solve: it takes what they saved for constants.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -45,10 +46,13 @@ class _Call:
             self.leaves[i] = None
         self.outputs: list[Any] = []
         self.out_spec: Any = None
-        self.device = self.tensors[0].device.type
-        self.autocast = torch.is_autocast_enabled(self.device)
-        self.autocast_dtype = torch.get_autocast_dtype(self.device)
+        self.device = self.tensors[0].device
+        self.autocast = torch.is_autocast_enabled(self.device.type)
+        self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
         self.rng = torch.get_rng_state()
+        self.cuda_rng = (
+            torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        )
 
     def __call__(self, *inputs: Tensor) -> None:
         """Run the op on the values of its derivative-carrying inputs; leaves `outputs`."""
@@ -56,7 +60,7 @@ class _Call:
         for place, value in zip((*self.duals, *self.plains), inputs, strict=True):
             leaves[place] = value
         args, kwargs = tree_unflatten(leaves, self.spec)
-        with torch.autocast(self.device, dtype=self.autocast_dtype, enabled=self.autocast):
+        with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast):
             self.outputs, self.out_spec = tree_flatten(self.func(*args, **kwargs))
 
     def smooth(self, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -66,6 +70,15 @@ class _Call:
         if not smooth:
             raise _ValueOnly
         return smooth
+
+    @contextmanager
+    def same_draws(self) -> Iterator[None]:
+        """A region in which a random op draws again what it drew."""
+        with torch.random.fork_rng(devices=[] if self.cuda_rng is None else [self.device]):
+            torch.set_rng_state(self.rng)
+            if self.cuda_rng is not None:
+                torch.cuda.set_rng_state(self.cuda_rng, self.device)
+            yield
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Primals and tangents of the inputs; a plain tensor has a zero tangent."""
@@ -101,12 +114,11 @@ class _OneOp(torch.autograd.Function):
         call = ctx.call
         primals, tangents = call.split(tuple(x.detach() for x in ctx.saved_tensors))
         with (
-            torch.random.fork_rng(devices=[]),
+            call.same_draws(),
             forward_ad._set_fwd_grad_enabled(True),
             forward_ad.dual_level(),
             torch.enable_grad(),
         ):
-            torch.set_rng_state(call.rng)  # a random op draws again what it drew
             inputs = [
                 forward_ad.make_dual(x.requires_grad_(), x_dot)
                 for x, x_dot in zip(map(torch.clone, primals), tangents, strict=True)
@@ -119,54 +131,14 @@ class _OneOp(torch.autograd.Function):
             )
             try:
                 # A reverse pass is linear in its cotangent, but torch's formulas need not be smooth
-                # in it (logcumsumexp takes its logarithm): y_bar goes by itself, not as a direction.
+                # in it (logcumsumexp takes its logarithm): y_bar goes by itself, not as a
+                # direction.
                 first, second = grad(bars), grad(dot_bars)
             except NotImplementedError as error:
                 raise RuntimeError(
-                    f"stars_fast: {call.name} has no rule, and torch can't differentiate its forward "
-                    f"derivative: {error}"
+                    f"stars_fast: {call.name} has no rule, and torch can't differentiate its "
+                    f"forward derivative: {error}"
                 ) from error
-            pairs = [forward_ad.unpack_dual(out) for out in smooth]
-            call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
-        if any(pair.tangent is None for pair in pairs):
-            # torch.func.jvp would answer zeros here: an op that torch can't see through.
-            raise RuntimeError(
-                f"stars_fast: {call.name} gives a result without a tangent: torch has no forward "
-                "derivative for it; detach its input where a constant is meant"
-            )
-        return tuple(torch.stack((pair.primal, pair.tangent)) for pair in pairs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        call = ctx.call
-        primals, tangents = call.split(tuple(x.detach() for x in ctx.saved_tensors))
-        with (
-            torch.random.fork_rng(devices=[]),
-            forward_ad._set_fwd_grad_enabled(True),
-            forward_ad.dual_level(),
-            torch.enable_grad(),
-        ):
-            torch.set_rng_state(call.rng)  # a random op draws again what it drew
-            inputs = [
-                forward_ad.make_dual(x.requires_grad_(), x_dot)
-                for x, x_dot in zip(map(torch.clone, primals), tangents, strict=True)
-            ]
-            outputs = call.smooth(*inputs)
-            bars, dot_bars = [g[0] for g in grads], [g[1] for g in grads]
-            try:
-                # With create_graph torch takes the form of a backward that can be differentiated.
-                second = torch.autograd.grad(
-                    outputs, inputs, dot_bars, create_graph=True, allow_unused=True
-                )
-            except NotImplementedError as error:
-                raise RuntimeError(
-                    f"stars_fast: {call.name} has no rule, and torch can't differentiate its forward "
-                    f"derivative: {error}"
-                ) from error
-            # A reverse pass is linear in its cotangent, but torch's formulas need not be smooth in it
-            # (logcumsumexp takes its logarithm): y_bar goes by itself, not as a direction.
-            first = torch.autograd.grad(outputs, inputs, bars, allow_unused=True)
             pairs = [
                 (_part(g, 0, x), _part(g, 1, x) + _part(f, 0, x))
                 for f, g, x in zip(first, second, primals, strict=True)

@@ -35,7 +35,7 @@ _observers: list[Callable[[str, str], None]] = []
 
 
 def observe(observer: Callable[[str, str], None]) -> Callable[[], None]:
-    """Call `observer(name, kind)` for each op that a Dual meets; returns a function that stops it."""
+    """Call `observer(name, kind)` for each op that a Dual meets; returns what stops it."""
     _observers.append(observer)
     return lambda: _observers.remove(observer)
 

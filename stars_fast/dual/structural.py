@@ -314,7 +314,8 @@ def _plain_index(index: Any) -> Any:
 def getitem(input: Dual, index: Any) -> Dual:
     if _is_basic(index):
         items = index if isinstance(index, tuple) else (index,)
-        return Dual(input.stack[(slice(None), *items)])
+        shifted = (slice(None), *items)
+        return Dual(input.stack[shifted])
     # Advanced indices may move dimensions to the front: take each half by itself.
     index = _plain_index(index)
     return Dual(torch.stack((input.stack[0][index], input.stack[1][index])))
@@ -351,8 +352,8 @@ def _each(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def _register_linear() -> None:
     names = (
-        "gather index_select take take_along_dim masked_select cumsum flip fliplr flipud roll rot90 "
-        "tile tril triu diag diag_embed trace pixel_shuffle pixel_unshuffle"
+        "gather index_select take take_along_dim masked_select cumsum flip fliplr flipud roll "
+        "rot90 tile tril triu diag diag_embed trace pixel_shuffle pixel_unshuffle"
     )
     for name in names.split():
         for target in objects_named(name):

@@ -1,10 +1,11 @@
-"""`Dual`: a primal and its tangent in one stacked tensor, which any PyTorch code takes for a tensor.
+"""`Dual`: a primal and its tangent in one stacked tensor that any PyTorch code takes for a tensor.
 
 `Dual(stack)` with `stack` of shape [2, *shape] stands for a tensor of shape `shape`: `stack[0]` is
 the primal, `stack[1]` the tangent. Every torch function that meets a Dual arrives in
-`__torch_function__`; an op with a rule takes it (`registry.RULES`), any other op falls to
-`torch.func.jvp` of that one op (`fallback`). Autograd runs on the stack alone, so the gradient of
-whatever is computed from tangents is exact, and module hooks, checkpointing and DDP see nothing new.
+`__torch_function__`; an op with a rule takes it (`registry.RULES`), any other op goes through
+torch's forward derivative of that one op (`fallback`). Autograd runs on the stack alone, so the
+gradient of whatever is computed from tangents is exact, and module hooks, checkpointing and DDP see
+nothing new.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 from stars_fast.dual.registry import RULES, report
 
 _get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 class Dual(torch.Tensor):
@@ -34,7 +36,7 @@ class Dual(torch.Tensor):
     frozen: str | None
 
     @staticmethod
-    def __new__(cls, stack: Tensor) -> Dual:
+    def __new__(cls: type[Dual], stack: Tensor) -> Dual:
         if not (stack.is_floating_point() or stack.is_complex()):
             raise TypeError(f"Dual: stack must be floating point, got {stack.dtype}")
         if stack.dim() == 0 or stack.shape[0] != 2:
@@ -89,15 +91,15 @@ class Dual(torch.Tensor):
         return found.handler(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         raise RuntimeError(
-            f"stars_fast: {func} reached a Dual below its rules (torch functions are disabled here), "
-            "where its tangent would be lost; call the op outside DisableTorchFunction"
+            f"stars_fast: {func} reached a Dual below its rules (torch functions are disabled "
+            "here), where its tangent would be lost; call the op outside DisableTorchFunction"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Dual(primal={self.primal!r}, tangent={self.tangent!r})"
 
     def __deepcopy__(self, memo: dict) -> Dual:
@@ -113,7 +115,7 @@ def _check_history(dual: Dual) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         if _get_is_leaf(dual):
             return
-        node = torch.Tensor.grad_fn.__get__(dual)  # type: ignore[attr-defined]
+        node = _get_grad_fn(dual)
     raise RuntimeError(
         f"stars_fast: the custom autograd function {node.name()} was applied to a Dual where it "
         "can't be given its tangent (inside a recomputed region); give it a `jvp`, or keep it out "

@@ -13,17 +13,16 @@ from stars_fast.dual.tensor import Dual, primal_of
 
 # Answered by the primal with no tangent: the derivative is zero or there is none to speak of.
 _PRIMAL = """
-    dtype device layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn
-    is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device is_floating_point
-    is_complex is_contiguous is_inference is_conj stride storage_offset is_same_size
-    bool item tolist __bool__ __int__ __float__ __index__ __contains__ is_nonzero
+    dtype device layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested
+    is_mkldnn is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device
+    is_floating_point is_complex is_contiguous is_inference is_conj stride storage_offset
+    is_same_size bool item tolist __bool__ __int__ __float__ __index__ __contains__ is_nonzero
     eq ne lt le gt ge equal __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater
-    greater_equal less less_equal not_equal isnan isinf isfinite isposinf isneginf isreal signbit
-    logical_not logical_and logical_or logical_xor any all argmax argmin argsort count_nonzero nonzero
-    bucketize searchsorted sign sgn floor ceil round trunc
-    long int short byte numpy __array__
-    rand_like randn_like randint_like ones_like full_like new_ones new_full new_tensor new_empty
-    result_type can_cast is_signed is_distributed has_names
+    greater_equal less less_equal not_equal isnan isinf isfinite isposinf isneginf isreal
+    signbit logical_not logical_and logical_or logical_xor any all argmax argmin argsort
+    count_nonzero nonzero bucketize searchsorted sign sgn floor ceil round trunc long int short
+    byte numpy __array__ rand_like randn_like randint_like ones_like full_like new_ones new_full
+    new_tensor new_empty result_type can_cast is_signed is_distributed has_names
 """.split()
 
 

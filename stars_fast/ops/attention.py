@@ -24,7 +24,7 @@ from stars_fast.ops.softmax import softmax_backward, softmax_forward
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[2, B, H, S, D] -> [2, B * Hkv, (H / Hkv) * S, D]: the queries of a group share their keys."""
+    """[2, B, H, S, D] -> [2, B * Hkv, (H / Hkv) * S, D]: queries of a group share their keys."""
     two, batch, heads, length, width = x.shape
     return x.reshape(two, batch * kv_heads, heads // kv_heads * length, width)
 

@@ -6,6 +6,8 @@ that, in fp64. No second description of an op exists.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,7 +41,7 @@ def gated(g: Tensor, u: Tensor, activation: str) -> Tensor:
 
 def pointwise(x: Tensor, name: str) -> Tensor:
     """x [...] -> f(x)."""
-    functions = {
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),

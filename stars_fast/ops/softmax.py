@@ -56,5 +56,5 @@ class _Softmax(torch.autograd.Function):
 
 
 def softmax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dual softmax over the last dimension: x [2, ..., N] -> [2, ..., N] in `dtype` (default: x's)."""
+    """Dual softmax over the last dimension: x [2, ..., N] -> [2, ..., N] in `dtype` (or x's)."""
     return _Softmax.apply(x, dtype or x.dtype)

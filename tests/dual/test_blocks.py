@@ -55,8 +55,8 @@ def test_gpt_blocks(placement, norm):
 
 
 def test_the_gradient_of_torchs_layer_norm_tangent():
-    """Ours agrees with a finite difference. torch's does not, in 2.11 to 2.13; if that is ever mended
-    the second half of this test says so, and `WrittenOutNorm` can go."""
+    """Ours agrees with a finite difference. That of torch 2.13 does not; if it is ever mended the
+    second half of this test says so, and `WrittenOutNorm` can go."""
     x, weight = torch.stack((state(3, 8), state(3, 8, seed=4))), state(8, seed=5)
     bar, step = state(3, 8, seed=6), state(2, 3, 8, seed=7)
 

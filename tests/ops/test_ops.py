@@ -1,12 +1,13 @@
-"""Every op against its reference in fp64: value, tangent, and every cotangent, primal and tangent."""
+"""Every op against its reference in fp64: value, tangent, and the cotangents of both."""
 
 import pytest
 import torch
 from dual_reference import FP64, relative_error
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 from stars_fast import ops
 from stars_fast.ops import reference
 from stars_fast.ops.pointwise import DERIVATIVES
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def randn(*shape, seed=0, dtype=torch.float64):
