@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from stars_fast.training.config import config_from
+from stars_fast.training.trainer import Trainer
 from stars_fast.training.tree import merge
 
 TINY = {
@@ -19,6 +20,18 @@ TINY = {
     "eval": {"turns": []},
 }
 FIXED = {"law": "fixed", "value": 3}
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request, monkeypatch):
+    """Figures take longer than a tiny run; tests that use `figures` draw them."""
+    if "figures" not in request.fixturenames:
+        monkeypatch.setattr(Trainer, "_draw", lambda *_: None)
+
+
+@pytest.fixture
+def figures():
+    """Asks for the figures at the end of runs."""
 
 
 @pytest.fixture(scope="session")

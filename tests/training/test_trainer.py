@@ -182,6 +182,7 @@ def test_lines_are_means_over_their_interval(tiny, tmp_path):
         assert [row[name] for row in three] == pytest.approx(means)
 
 
+@pytest.mark.usefixtures("figures")
 def test_accuracy_is_evaluated_during_and_at_the_end(tiny):
     config = tiny(eval={"turns": [1, 4], "every": 2, "limit": 21})
     folder = train(config).folder
