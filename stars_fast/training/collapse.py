@@ -12,7 +12,9 @@ SMOOTHING = 0.7
 GONE = 0.05
 """The penalty is gone below this share of its first value."""
 RISEN = 1.25
-"""The token loss has risen above this multiple of its lowest since the penalty began."""
+"""The token loss has risen above this multiple of its lowest since the penalty began, ..."""
+NOISE = 0.01
+"""... and by this share of guessing: the loss of a learned task is small and jumps."""
 STALLED = 0.4
 """The token loss is near guessing above this share of it, ..."""
 PATIENCE = 5
@@ -48,7 +50,7 @@ class CollapseMonitor:
         self.lowest = self.loss if self.lowest is None else min(self.lowest, self.loss)
 
         gone = self.penalty < GONE * self.first
-        risen = self.loss > RISEN * self.lowest
+        risen = self.loss > RISEN * self.lowest + NOISE * self.guessing
         near_guessing = self.loss > STALLED * self.guessing
         self.stalled = self.stalled + 1 if gone and near_guessing else 0
         before = self.collapsed

@@ -44,11 +44,12 @@ def test_a_loss_that_stays_near_guessing_with_the_penalty_gone():
         LEARNED + [(0.02, 0.8 * 0.5**i) for i in range(20)],  # contracts, stays learned
         LEARNED + [(0.02 * 1.3**i, 0.8) for i in range(20)],  # forgets, but not for the penalty
         [(2.6 * 0.8**i, 0.8 * 0.6**i) for i in range(20)],  # both fall from the first step on
+        LEARNED + [(0.001 * (1 + i % 7), 0.8 * 0.5**i) for i in range(20)],  # noise near zero
         [(1.3, 0.5)] * 30,  # does not learn, but the penalty is there
         LEARNED,
         [(None, None)] * 5,
     ],
-    ids=["contracts", "forgets", "both-fall", "no-learning", "no-penalty", "non-finite"],
+    ids=["contracts", "forgets", "both-fall", "noise", "no-learning", "no-penalty", "non-finite"],
 )
 def test_no_false_alarm(trace):
     assert warnings(trace) == []
