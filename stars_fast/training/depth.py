@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 LAWS = ("lognormal", "poisson", "uniform", "fixed")
 
@@ -70,9 +70,9 @@ class DepthLaw:
         """P(depth <= k) for k = 0..high."""
         k = np.arange(self.high + 1)
         if self.law == "lognormal":
-            below = stats.norm.cdf((np.log(k + 0.5) - self.mu) / self.sigma)
+            below = special.ndtr((np.log(k + 0.5) - self.mu) / self.sigma)
         elif self.law == "poisson":
-            below = stats.poisson.cdf(k, self.rate)
+            below = special.pdtr(k, self.rate)
         elif self.law == "uniform":
             below = (k - self.low + 1) / (self.high - self.low + 1)
         else:
