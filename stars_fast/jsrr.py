@@ -54,12 +54,21 @@ def fused_jvp(
     """
     _check_h(h)
     _check_v(v, h)
-    scale = v.detach().float().square().mean().sqrt()
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     wide = v.dtype if v.dtype == torch.float64 else torch.float32
+    scale = _rms(v.detach().to(wide))
     u = (v.to(wide) / scale).to(v.dtype)
     out = dual_pass(block, torch.stack((h, u)), args, kwargs or {})
-    return out[0], (out[1].to(wide) * scale).to(out.dtype)
+    return out[0], (out[1] * scale).to(out.dtype)
+
+
+def _rms(v: Tensor) -> Tensor:
+    """Root mean square, of any size of v without overflow; 1 for a zero or empty v."""
+    if v.numel() == 0:
+        return v.new_ones(())
+    top = v.abs().amax()
+    top = torch.where(top > 0, top, 1.0)
+    rms = (v / top).square().mean().sqrt()
+    return torch.where(rms > 0, top * rms, 1.0)
 
 
 @overload
@@ -181,9 +190,10 @@ def fused_jsrr(
     if fraction < 1.0:
         chosen = choose_rows(rows.count, fraction, generator, h.device)
         if cu_seqlens is None and not return_output:
+            length = h.shape[1]
             size = h.shape[0]
             h, v, rows = h[chosen], v[chosen], rows.take(chosen)
-            args, kwargs = take_rows((args, kwargs), chosen, size)
+            args, kwargs = take_rows((args, kwargs), chosen, size, length)
         else:
             rows = rows.keep(chosen)
 

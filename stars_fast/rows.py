@@ -54,7 +54,7 @@ class Rows:
             raise ValueError("mask: expected None when cu_seqlens is given, got a tensor")
         if cu_seqlens is not None:
             return cls._packed(h, cu_seqlens, dtype)
-        width = h[0].numel()
+        width = h.shape[1:].numel()
         if mask is None:
             sizes = torch.full((h.shape[0],), width, dtype=dtype, device=h.device)
             return cls(None, sizes, None, torch.ones_like(sizes))
@@ -145,20 +145,20 @@ def choose_rows(
     return order[:number].sort().values.to(device)
 
 
-def take_rows(tree: Any, chosen: Tensor, size: int) -> Any:
+def take_rows(tree: Any, chosen: Tensor, size: int, length: int) -> Any:
     """Cut every tensor in a tree whose first dimension is the batch's along with it.
 
     Raises:
-        ValueError: a [B, B] tensor, which may be per sample or a square mask over S = B tokens.
+        ValueError: B = S = `length`, and a tensor of one or two dimensions: whose is the first?
     """
 
     def cut(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != size or size == 1:
             return leaf
-        if leaf.dim() == 2 and leaf.shape[1] == size:
+        if leaf.dim() <= 2 and size == length:
             raise ValueError(
                 f"fraction: can't tell whether an argument of shape {list(leaf.shape)} is per "
-                "sample or a mask over tokens; give it a leading dimension of 1 or B"
+                "sample or per token, as B = S; give it a leading dimension of 1 or B"
             )
         return leaf[chosen.to(leaf.device)]
 
@@ -168,4 +168,4 @@ def take_rows(tree: Any, chosen: Tensor, size: int) -> Any:
 def sample_of(h: Tensor, tree: Any, index: int) -> tuple[Tensor, Any]:
     """Sample `index` of a state and of the arguments that go with it, as a batch of one."""
     chosen = torch.tensor([index], device=h.device)
-    return h[index : index + 1], take_rows(tree, chosen, h.shape[0])
+    return h[index : index + 1], take_rows(tree, chosen, h.shape[0], h.shape[1])

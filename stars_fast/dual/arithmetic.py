@@ -193,12 +193,12 @@ def masked_fill(input: Any, mask: Any, value: Any) -> Dual:
 @rule("copy_", kind="in-place")
 def copy_(input: Any, src: Any, non_blocking: bool = False) -> Dual:
     check_writable("copy_", input)
-    source = src if type(src) is Dual else Dual.join(src, torch.zeros_like(src))
-    return assign("copy_", input, source.expand(input.shape))
+    return assign("copy_", input, src.expand(input.shape) if isinstance(src, Tensor) else src)
 
 
 @rule("zero_", kind="in-place")
 def zero_(input: Dual) -> Dual:
+    check_writable("zero_", input)
     input.stack.zero_()
     return input
 
@@ -216,7 +216,7 @@ def fill_(input: Any, value: Any) -> Dual:
 
 
 @rule("matmul", "__matmul__", "bmm", "mm", "mv", "dot", kind="stacked")
-def matmul(input: Any, other: Any, **kwargs: Any) -> Any:
+def matmul(input: Any, other: Any) -> Any:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     if a_dot is not None and b_dot is not None:
         return Dual.join(a @ b, a_dot @ b + a @ b_dot)
@@ -237,6 +237,8 @@ def rmatmul(input: Any, other: Any) -> Any:
 
 
 def _add_product(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
+    if torch.is_autocast_enabled(product.device.type):
+        input = input.to(product.dtype)
     if alpha != 1:
         product = product * alpha
     if beta == 0:

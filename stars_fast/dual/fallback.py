@@ -8,15 +8,21 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from stars_fast.dual.inplace import check_writable
+from stars_fast.dual.inplace import assign, check_writable
 from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual
 
-# Views that have no rule on the stack: their result is a copy, so no later write may go through it.
-_VIEWS = {"view_as_real", "view_as_complex", "real", "imag", "hsplit", "vsplit"}
+# In-place ops that overwrite with what has no derivative.
+_DRAWS = """
+    normal_ uniform_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
+""".split()
+# In-place ops that change what the tensor is, not what it holds.
+_RESHAPING = """
+    t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ set_ detach_ rename_
+    as_strided_ requires_grad_
+""".split()
 
 # Modules of torch whose functions are written in Python, out of other torch functions.
 _COMPOSED = {"torch.nn.functional", "torch.functional"}
@@ -41,6 +47,10 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
         return _inplace(func, name, short, args, kwargs)
     if short.startswith("__i") and short.endswith("__"):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
+    if short == "__set__":
+        raise RuntimeError(
+            f"stars_fast: setting {name.removesuffix('.__set__')} of a tensor with a tangent"
+        )
     if short == "__get__":
         value = func(args[0].stack[0])
         if not isinstance(value, torch.Tensor):
@@ -55,11 +65,7 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
         finally:
             _opened().pop()
     report(name, "fallback")
-    result = jvp(func, name, args, kwargs)
-    if short in _VIEWS:
-        for dual in (*_duals(args), *_duals(result)):
-            dual.frozen = name
-    return result
+    return jvp(func, name, args, kwargs)
 
 
 _local = threading.local()
@@ -83,10 +89,6 @@ def _body(func: FunctionType) -> FunctionType:
     return body
 
 
-def _duals(tree: Any) -> list[Dual]:
-    return [leaf for leaf in tree_leaves(tree) if type(leaf) is Dual]
-
-
 def _check_library_op(func: Any) -> None:
     """An op of `torch.library` answers torch.func.jvp with silent zeros: never ask it."""
     schema = func._qualified_op_name if hasattr(func, "_qualified_op_name") else func.name()
@@ -99,12 +101,14 @@ def _check_library_op(func: Any) -> None:
 
 def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Dual:
     out_of_place = getattr(torch.Tensor, short[:-1], None) or getattr(torch, short[:-1], None)
-    if out_of_place is None or not args:
+    draws = short in _DRAWS
+    if short in _RESHAPING or not args or not (draws or callable(out_of_place)):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
     target = args[0]
     check_writable(name, target)
     report(name, "fallback")
-    copy = Dual(target.stack.clone())
-    result = out_of_place(copy, *args[1:], **kwargs)
-    target.stack.copy_(result.stack)
-    return target
+    if draws or out_of_place is None:
+        func(target.stack[0], *args[1:], **kwargs)
+        target.stack[1].zero_()
+        return target
+    return assign(name, target, out_of_place(Dual(target.stack.clone()), *args[1:], **kwargs))

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from stars_fast import ops
 from stars_fast.dual.inplace import assign, inplace_form
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import add_rule, rule
+from stars_fast.dual.structural import shift
 from stars_fast.dual.tensor import Dual
 
 
@@ -26,7 +28,7 @@ def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dt
 def linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if type(weight) is Dual or type(bias) is Dual or type(input) is not Dual:
         y = torch.matmul(input, weight.mT if weight.dim() > 1 else weight)
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias.to(y.dtype)
     y = F.linear(input.stack, weight)
     return Dual(y if bias is None else ops.add_bias(y, bias))
 
@@ -90,8 +92,10 @@ def softmax(
         dtype = eager_dtype(lambda x: torch.softmax(x, -1), input.stack, (0, 1))
     if dim is None:
         raise ValueError("softmax: dim must be an integer, got None")
+    if input.stack.dim() == 1:
+        return jvp(torch.softmax, "softmax", (input, dim), {"dtype": dtype})
+    axis = shift(dim, input.stack)
     last = dim in (-1, input.stack.dim() - 2)
-    axis = dim + 1 if dim >= 0 else dim
     result = ops.softmax(input.stack if last else input.stack.transpose(axis, -1), dtype)
     return Dual(result if last else result.transpose(axis, -1))
 
@@ -102,6 +106,8 @@ def log_softmax(
 ) -> Any:
     if isinstance(_stacklevel, torch.dtype):
         dtype = _stacklevel
+    if dim is None:
+        raise ValueError("log_softmax: dim must be an integer, got None")
     x = input if dtype is None else input.to(dtype)
     return x - torch.logsumexp(x, dim, keepdim=True)
 
@@ -160,25 +166,20 @@ def layer_norm(
 def rms_norm(
     input: Dual, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Any:
-    if eps is None:
-        eps = torch.finfo(input.dtype).eps
+    if eps is None:  # as torch: of the dtype that it computes in
+        wide = torch.float64 if input.dtype == torch.float64 else torch.float32
+        eps = torch.finfo(wide).eps
     if type(input) is not Dual or type(weight) is Dual:
         dims = tuple(range(-len(_sizes(normalized_shape)), 0))
         y = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
         return _affine(y, weight, None)
     stack, width = _flat_norm_input(input, normalized_shape)
     weight = _flat(weight)
-    dtype = stack.dtype if weight is None else torch.promote_types(stack.dtype, weight.dtype)
-    if torch.is_autocast_enabled(stack.device.type):
-        dtype = F.rms_norm(stack.new_empty(0, width), (width,), weight).dtype
+    dtype = eager_dtype(lambda x: F.rms_norm(x, (width,), weight), stack, (0, width))
     return Dual(ops.rms_norm(stack, weight, eps, dtype).view(input.stack.shape))
 
 
-def _per_channel(weight: Any, ndim: int) -> Any:
-    return None if weight is None else weight.view(-1, *[1] * (ndim - 2))
-
-
-@rule("batch_norm", kind="product", owners=(F,))
+@rule("batch_norm", kind="fallback", owners=(F,))
 def batch_norm(
     input: Any,
     running_mean: Any,
@@ -188,17 +189,14 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    *_: Any,
 ) -> Any:
-    ndim = input.dim()
     if training:
         raise RuntimeError(
             "stars_fast: batch_norm in training mode mixes the samples, whose Jacobians are then "
             "not their own, and updates its statistics in place; call eval() on it"
         )
-    scale = _per_channel(torch.rsqrt(running_var + eps), ndim)
-    y = (input - _per_channel(running_mean, ndim)) * scale
-    return _affine(y, _per_channel(weight, ndim), _per_channel(bias, ndim))
+    args = (input, running_mean, running_var, weight, bias, False, momentum, eps)
+    return jvp(F.batch_norm, "batch_norm", args, {})
 
 
 # -- attention

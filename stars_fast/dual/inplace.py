@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from stars_fast.dual.tensor import Dual
 
 
@@ -24,14 +26,18 @@ def check_writable(name: str, target: Any) -> None:
 
 
 def assign(name: str, target: Dual, result: Any) -> Dual:
-    """Write `result` (a Dual of the same shape) into `target` and return `target`."""
+    """Write `result` (a Dual, or a value without a tangent) into `target` and return `target`."""
     check_writable(name, target)
-    if result.shape != target.shape:
+    if isinstance(result, torch.Tensor) and result.shape != target.shape:
         raise RuntimeError(
             f"stars_fast: in-place {name}: result of shape {list(result.shape)} does not fit "
             f"into {list(target.shape)}"
         )
-    target.stack.copy_(result.stack)
+    if type(result) is Dual:
+        target.stack.copy_(result.stack)
+    else:
+        target.stack[0].copy_(torch.as_tensor(result))
+        target.stack[1].zero_()
     return target
 
 

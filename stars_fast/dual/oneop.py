@@ -23,29 +23,34 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stars_fast.dual.tensor import Dual
 
 
 class _Call:
-    """One call of one op: what it is called with, apart from the tensors that carry derivatives."""
+    """One call of one op: what it is called with, apart from the tensors.
+
+    The tensors come in three groups: stacks of Duals, plain tensors that require a gradient, and
+    the others, which are kept among the saved tensors so that a later write to them is noticed.
+    """
 
     def __init__(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> None:
         self.func, self.name = func, name
         self.leaves, self.spec = tree_flatten((args, kwargs))
-        self.duals = [i for i, leaf in enumerate(self.leaves) if type(leaf) is Dual]
-        self.plains = [
-            i
-            for i, leaf in enumerate(self.leaves)
-            if isinstance(leaf, Tensor) and type(leaf) is not Dual and leaf.requires_grad
-        ]
-        self.tensors = [self.leaves[i].stack for i in self.duals]
-        self.tensors += [self.leaves[i] for i in self.plains]
-        for i in (*self.duals, *self.plains):
+        tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        duals = [i for i in tensors if type(self.leaves[i]) is Dual]
+        plains = [i for i in tensors if i not in duals and self.leaves[i].requires_grad]
+        others = [i for i in tensors if i not in duals and i not in plains]
+        self.places = (*duals, *plains, *others)
+        self.stacks, self.smooth_inputs = len(duals), len(duals) + len(plains)
+        self.tensors = [self.leaves[i].stack for i in duals]
+        self.tensors += [self.leaves[i] for i in (*plains, *others)]
+        for i in self.places:
             self.leaves[i] = None
         self.outputs: list[Any] = []
         self.out_spec: Any = None
+        self.aliases = False
         self.device = self.tensors[0].device
         self.autocast = torch.is_autocast_enabled(self.device.type)
         self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
@@ -55,9 +60,9 @@ class _Call:
         )
 
     def __call__(self, *inputs: Tensor) -> None:
-        """Run the op on the values of its derivative-carrying inputs; leaves `outputs`."""
+        """Run the op on the values of its tensors; leaves `outputs`."""
         leaves = list(self.leaves)
-        for place, value in zip((*self.duals, *self.plains), inputs, strict=True):
+        for place, value in zip(self.places, inputs, strict=True):
             leaves[place] = value
         args, kwargs = tree_unflatten(leaves, self.spec)
         with torch.autocast(self.device.type, dtype=self.autocast_dtype, enabled=self.autocast):
@@ -81,9 +86,8 @@ class _Call:
             yield
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        """Primals and tangents of the inputs; a plain tensor has a zero tangent."""
-        count = len(self.duals)
-        stacks, plains = tensors[:count], tensors[count:]
+        """Primals and tangents of the smooth inputs; a plain tensor has a zero tangent."""
+        stacks, plains = tensors[: self.stacks], tensors[self.stacks : self.smooth_inputs]
         primals = [stack[0] for stack in stacks] + list(plains)
         tangents = [stack[1] for stack in stacks] + [torch.zeros_like(x) for x in plains]
         return primals, tangents
@@ -97,7 +101,10 @@ class _OneOp(torch.autograd.Function):
         primals, tangents = call.split(tensors)
         # Inside a Function torch turns forward mode off.
         with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
-            smooth = call.smooth(*map(forward_ad.make_dual, primals, tangents))
+            inputs = map(forward_ad.make_dual, primals, tangents)
+            smooth = call.smooth(*inputs, *tensors[call.smooth_inputs :])
+            memory = {stack.untyped_storage().data_ptr() for stack in tensors[: call.stacks]}
+            call.aliases = any(out.untyped_storage().data_ptr() in memory for out in smooth)
             pairs = [forward_ad.unpack_dual(out) for out in smooth]
             call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
         if any(pair.tangent is None for pair in pairs):
@@ -106,13 +113,16 @@ class _OneOp(torch.autograd.Function):
                 f"stars_fast: {call.name} gives a result without a tangent: torch has no forward "
                 "derivative for it; detach its input where a constant is meant"
             )
-        return tuple(torch.stack((pair.primal, pair.tangent)) for pair in pairs)
+        return tuple(
+            torch.stack((pair.primal, pair.tangent.to(pair.primal.dtype))) for pair in pairs
+        )
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
-        primals, tangents = call.split(tuple(x.detach() for x in ctx.saved_tensors))
+        tensors = tuple(x.detach() for x in ctx.saved_tensors)
+        primals, tangents = call.split(tensors)
         with (
             call.same_draws(),
             forward_ad._set_fwd_grad_enabled(True),
@@ -123,7 +133,8 @@ class _OneOp(torch.autograd.Function):
                 forward_ad.make_dual(x.requires_grad_(), x_dot)
                 for x, x_dot in zip(map(torch.clone, primals), tangents, strict=True)
             ]
-            outputs = call.smooth(*inputs)
+            outputs = call.smooth(*inputs, *tensors[call.smooth_inputs :])
+            call.outputs = []
             bars, dot_bars = [g[0] for g in grads], [g[1] for g in grads]
             # With create_graph torch takes the form of a backward that can be differentiated.
             grad = functools.partial(
@@ -134,7 +145,7 @@ class _OneOp(torch.autograd.Function):
                 # in it (logcumsumexp takes its logarithm): y_bar goes by itself, not as a
                 # direction.
                 first, second = grad(bars), grad(dot_bars)
-            except NotImplementedError as error:
+            except (NotImplementedError, RuntimeError) as error:
                 raise RuntimeError(
                     f"stars_fast: {call.name} has no rule, and torch can't differentiate its "
                     f"forward derivative: {error}"
@@ -143,9 +154,9 @@ class _OneOp(torch.autograd.Function):
                 (_part(g, 0, x), _part(g, 1, x) + _part(f, 0, x))
                 for f, g, x in zip(first, second, primals, strict=True)
             ]
-        count = len(call.duals)
-        stacks = [torch.stack((bar, dot_bar)) for dot_bar, bar in pairs[:count]]
-        return None, *stacks, *(bar for _, bar in pairs[count:])
+        stacks = [torch.stack((bar, dot_bar)) for dot_bar, bar in pairs[: call.stacks]]
+        plains = [bar for _, bar in pairs[call.stacks :]]
+        return None, *stacks, *plains, *[None] * (len(tensors) - call.smooth_inputs)
 
 
 def _part(grad: Tensor | None, half: int, x: Tensor) -> Tensor:
@@ -163,7 +174,12 @@ def jvp(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
     """
     call = _Call(func, name, args, kwargs)
     try:
-        stacks = iter(_OneOp.apply(call, *call.tensors))
+        if torch.is_inference_mode_enabled():
+            # Forward mode is off for inference tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                stacks = iter(_OneOp.apply(call, *(x.clone() for x in call.tensors)))
+        else:
+            stacks = iter(_OneOp.apply(call, *call.tensors))
     except _ValueOnly:
         return tree_unflatten(call.outputs, call.out_spec)
     except NotImplementedError as error:
@@ -171,6 +187,12 @@ def jvp(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
             f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
         ) from error
     filled = [Dual(next(stacks)) if out is None else out for out in call.outputs]
+    call.outputs = []
+    if call.aliases:
+        # A view in torch, a copy here: no later write may go through it.
+        for leaf in (*tree_leaves((args, kwargs)), *filled):
+            if type(leaf) is Dual:
+                leaf.frozen = name
     return tree_unflatten(filled, call.out_spec)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import rule
 from stars_fast.dual.structural import shift
 from stars_fast.dual.tensor import Dual
@@ -16,7 +17,8 @@ def _dims(input: Dual, dim: Any) -> tuple[int, ...]:
     """Dimensions of the stack; all but the pair when `dim` is None or empty."""
     if dim is None or dim == () or dim == []:
         return tuple(range(1, input.stack.dim()))
-    return (shift(dim),) if isinstance(dim, int) else tuple(shift(each) for each in dim)
+    dims = (dim,) if isinstance(dim, int) else dim
+    return tuple(shift(each, input.stack) for each in dims)
 
 
 def _reduce(func: Any, input: Dual, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Dual:
@@ -63,6 +65,8 @@ def var(
         dim, unbiased = None, dim
     if correction is None:
         correction = 1 if unbiased is None else int(unbiased)
+    if input.stack.dim() == 1:
+        return jvp(torch.var, "var", (input,), {"correction": correction, "keepdim": keepdim})
     return _variance(input, dim, correction, keepdim)
 
 
@@ -81,6 +85,8 @@ def var_mean(input: Dual, dim: Any = None, *args: Any, **kwargs: Any) -> tuple[T
 
 @rule("logsumexp", kind="product")
 def logsumexp(input: Dual, dim: Any, keepdim: bool = False) -> Dual:
+    if input.stack.dim() == 1:
+        return jvp(torch.logsumexp, "logsumexp", (input, dim, keepdim), {})
     dims = tuple(each - 1 if each > 0 else each for each in _dims(input, dim))
     x, x_dot = input.stack.unbind(0)
     kept = torch.logsumexp(x, dims, keepdim=True)

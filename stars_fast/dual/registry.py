@@ -7,6 +7,7 @@ registers it for every object of that name that reaches `__torch_function__`: `t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,6 +27,14 @@ class Rule:
     name: str
     kind: str
     handler: Callable[..., Any]
+
+    def accepts(self, args: tuple, kwargs: dict) -> bool:
+        """Whether the handler can be called like this."""
+        try:
+            inspect.signature(self.handler).bind(*args, **kwargs)
+        except TypeError:
+            return False
+        return True
 
 
 RULES: dict[Any, Rule] = {}

@@ -29,6 +29,7 @@ _KEEPERS = {"torch.utils.checkpoint._NoopSaveInputs"}
 _plain_apply = torch.autograd.Function.__dict__["apply"].__func__
 _lock = threading.Lock()
 _depth = 0
+_stance: Any = None
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,17 +67,20 @@ def _pass_through(cls: Any, args: tuple) -> Any:
 
 @contextmanager
 def dual_scope() -> Iterator[None]:
-    """The surroundings of one dual pass."""
-    global _depth
+    """The surroundings of one dual pass; passes of several threads share them."""
+    global _depth, _stance
     with _lock:
+        if _depth == 0:
+            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+            # A compiled function traces tensors, not pairs.
+            _stance = torch.compiler.set_stance("force_eager")
+            _stance.__enter__()
         _depth += 1
-        torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
     try:
-        # A compiled function traces tensors, not pairs.
-        with torch.compiler.set_stance("force_eager"):
-            yield
+        yield
     finally:
         with _lock:
             _depth -= 1
             if _depth == 0:
+                _stance.__exit__(None, None, None)
                 torch.autograd.Function.apply = classmethod(_plain_apply)  # type: ignore[method-assign,assignment]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.inplace import check_writable
@@ -14,8 +17,14 @@ from stars_fast.dual.registry import RULES, Rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 
 
-def shift(dim: int) -> int:
-    """A dimension of the primal as one of the stack; negative ones stay."""
+def shift(dim: int, stack: Tensor, extra: int = 0) -> int:
+    """A dimension of the primal as one of the stack; `extra` more are allowed, for new ones."""
+    ndim = stack.dim() - 1 + extra
+    if not -ndim <= dim < ndim:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], "
+            f"but got {dim})"
+        )
     return dim + 1 if dim >= 0 else dim
 
 
@@ -54,8 +63,8 @@ def view(input: Dual, *shape: Any) -> Dual:
 
 
 @rule("view_as", kind="stacked")
-def view_as(input: Dual, other: Tensor) -> Dual:
-    return Dual(input.stack.view(2, *other.shape))
+def view_as(input: Any, other: Tensor) -> Any:
+    return input.view(other.shape)
 
 
 @rule("reshape", kind="stacked")
@@ -64,15 +73,15 @@ def reshape(input: Dual, *shape: Any, **kwargs: Any) -> Dual:
 
 
 @rule("reshape_as", kind="stacked")
-def reshape_as(input: Dual, other: Tensor) -> Dual:
-    return Dual(input.stack.reshape(2, *other.shape))
+def reshape_as(input: Any, other: Tensor) -> Any:
+    return input.reshape(other.shape)
 
 
 @rule("flatten", kind="stacked")
 def flatten(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
     if input.stack.dim() == 1:
         return Dual(input.stack.unsqueeze(1))
-    return Dual(input.stack.flatten(shift(start_dim), shift(end_dim)))
+    return Dual(input.stack.flatten(shift(start_dim, input.stack), shift(end_dim, input.stack)))
 
 
 @rule("ravel", kind="stacked")
@@ -82,12 +91,12 @@ def ravel(input: Dual) -> Dual:
 
 @structural("unflatten")
 def unflatten(input: Dual, dim: int, sizes: Any) -> Dual:
-    return Dual(input.stack.unflatten(shift(dim), sizes))
+    return Dual(input.stack.unflatten(shift(dim, input.stack), sizes))
 
 
 @structural("transpose", "swapaxes", "swapdims")
 def transpose(input: Dual, dim0: int, dim1: int) -> Dual:
-    return Dual(input.stack.transpose(shift(dim0), shift(dim1)))
+    return Dual(input.stack.transpose(shift(dim0, input.stack), shift(dim1, input.stack)))
 
 
 @rule("t", kind="stacked")
@@ -102,20 +111,26 @@ def reverse_dims(input: Dual) -> Dual:
 
 @rule("mT", kind="stacked")
 def matrix_transpose(input: Dual) -> Dual:
+    if input.stack.dim() < 3:
+        raise RuntimeError(f"mT needs at least 2 dimensions, got shape {list(input.shape)}")
     return Dual(input.stack.transpose(-2, -1))
 
 
 @structural("permute")
 def permute(input: Dual, *dims: Any, **kwargs: Any) -> Dual:
     order = kwargs.get("dims") or sizes(dims)
-    ndim = input.stack.dim() - 1
-    return Dual(input.stack.permute(0, *(dim % ndim + 1 for dim in order)))
+    ndim = input.stack.dim()
+    return Dual(input.stack.permute(0, *(shift(dim, input.stack) % ndim for dim in order)))
 
 
 @structural("movedim", "moveaxis")
 def movedim(input: Dual, source: Any, destination: Any) -> Dual:
     def moved(dims: Any) -> Any:
-        return shift(dims) if isinstance(dims, int) else [shift(dim) for dim in dims]
+        return (
+            shift(dims, input.stack)
+            if isinstance(dims, int)
+            else [shift(dim, input.stack) for dim in dims]
+        )
 
     return Dual(input.stack.movedim(moved(source), moved(destination)))
 
@@ -125,12 +140,12 @@ def squeeze(input: Dual, *dim: Any, **kwargs: Any) -> Dual:
     if not dim and not kwargs:
         return Dual(input.stack.squeeze())
     dims = sizes((kwargs["dim"],) if "dim" in kwargs else dim)
-    return Dual(input.stack.squeeze(tuple(shift(each) for each in dims)))
+    return Dual(input.stack.squeeze(tuple(shift(each, input.stack) for each in dims)))
 
 
 @rule("unsqueeze", kind="stacked")
 def unsqueeze(input: Dual, dim: int) -> Dual:
-    return Dual(input.stack.unsqueeze(shift(dim)))
+    return Dual(input.stack.unsqueeze(shift(dim, input.stack, 1)))
 
 
 @rule("expand", "broadcast_to", kind="stacked")
@@ -147,8 +162,8 @@ def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
 
 
 @rule("expand_as", kind="stacked")
-def expand_as(input: Dual, other: Tensor) -> Dual:
-    return expand(input, other.shape)
+def expand_as(input: Any, other: Tensor) -> Any:
+    return input.expand(other.shape)
 
 
 @rule("repeat", kind="stacked")
@@ -162,28 +177,28 @@ def repeat_interleave(
     input: Dual, repeats: Any, dim: int | None = None, *, output_size: int | None = None
 ) -> Dual:
     stack = input.stack.flatten(1) if dim is None else input.stack
-    axis = 1 if dim is None else shift(dim)
+    axis = 1 if dim is None else shift(dim, input.stack)
     return Dual(stack.repeat_interleave(repeats, axis, output_size=output_size))
 
 
 @structural("chunk")
 def chunk(input: Dual, chunks: int, dim: int = 0) -> tuple[Dual, ...]:
-    return tuple(map(Dual, input.stack.chunk(chunks, shift(dim))))
+    return tuple(map(Dual, input.stack.chunk(chunks, shift(dim, input.stack))))
 
 
 @structural("split", "split_with_sizes")
 def split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
-    return tuple(map(Dual, input.stack.split(split_size, shift(dim))))
+    return tuple(map(Dual, input.stack.split(split_size, shift(dim, input.stack))))
 
 
 @structural("tensor_split")
 def tensor_split(input: Dual, sections: Any, dim: int = 0) -> tuple[Dual, ...]:
-    return tuple(map(Dual, input.stack.tensor_split(sections, shift(dim))))
+    return tuple(map(Dual, input.stack.tensor_split(sections, shift(dim, input.stack))))
 
 
 @structural("unbind")
 def unbind(input: Dual, dim: int = 0) -> tuple[Dual, ...]:
-    return tuple(map(Dual, input.stack.unbind(shift(dim))))
+    return tuple(map(Dual, input.stack.unbind(shift(dim, input.stack))))
 
 
 @rule("__iter__", kind="stacked")
@@ -193,47 +208,48 @@ def iterate(input: Dual) -> Any:
 
 @structural("narrow")
 def narrow(input: Dual, dim: int, start: Any, length: int) -> Dual:
-    return Dual(input.stack.narrow(shift(dim), start, length))
+    return Dual(input.stack.narrow(shift(dim, input.stack), start, length))
 
 
 @structural("select")
 def select(input: Dual, dim: int, index: int) -> Dual:
-    return Dual(input.stack.select(shift(dim), index))
+    return Dual(input.stack.select(shift(dim, input.stack), index))
 
 
 @structural("diagonal")
 def diagonal(input: Dual, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Dual:
-    return Dual(input.stack.diagonal(offset, shift(dim1), shift(dim2)))
+    return Dual(input.stack.diagonal(offset, shift(dim1, input.stack), shift(dim2, input.stack)))
 
 
 @structural("unfold", owners=(torch.Tensor,))
 def unfold(input: Dual, dimension: int, size: int, step: int) -> Dual:
-    return Dual(input.stack.unfold(shift(dimension), size, step))
+    return Dual(input.stack.unfold(shift(dimension, input.stack), size, step))
 
 
 def _lift_all(tensors: Sequence[Any]) -> list[Tensor]:
-    """The stacks of Duals and, with a zero tangent, of plain tensors."""
-    dtype = next(each.stack.dtype for each in tensors if type(each) is Dual)
-    return [
-        each.stack
-        if type(each) is Dual
-        else torch.stack((each, torch.zeros_like(each)))
-        if each.is_floating_point()
-        else torch.stack((each, torch.zeros_like(each))).to(dtype)
-        for each in tensors
-    ]
+    """The stacks of Duals and, with a zero tangent, of plain tensors; integers as floats."""
+    dtype = functools.reduce(torch.promote_types, (each.dtype for each in tensors))
+    stacks = []
+    for each in tensors:
+        if type(each) is Dual:
+            stacks.append(each.stack)
+        else:
+            value = each if each.is_floating_point() or each.is_complex() else each.to(dtype)
+            stacks.append(torch.stack((value, torch.zeros_like(value))))
+    return stacks
 
 
 @rule("cat", "concat", "concatenate", kind="stacked")
 def cat(tensors: Sequence[Any], dim: int = 0) -> Dual:
     # torch skips empty one-dimensional tensors whatever the others' rank.
-    parts = [each for each in tensors if tuple(each.shape) != (0,)]
-    return Dual(torch.cat(_lift_all(parts or tensors), shift(dim)))
+    stacks = _lift_all([each for each in tensors if tuple(each.shape) != (0,)] or tensors)
+    return Dual(torch.cat(stacks, shift(dim, stacks[0])))
 
 
 @rule("stack", kind="stacked")
 def stack(tensors: Sequence[Any], dim: int = 0) -> Dual:
-    return Dual(torch.stack(_lift_all(tensors), shift(dim)))
+    stacks = _lift_all(tensors)
+    return Dual(torch.stack(stacks, shift(dim, stacks[0], 1)))
 
 
 @rule("contiguous", kind="stacked")
@@ -249,6 +265,7 @@ def clone(input: Dual, **kwargs: Any) -> Dual:
 
 
 def _converted(input: Dual, stack: Tensor) -> Any:
+    """`stack` after a conversion of the input's."""
     if stack is input.stack:
         return input
     # A conversion to integers asks about values; floats keep their tangent.
@@ -256,15 +273,19 @@ def _converted(input: Dual, stack: Tensor) -> Any:
 
 
 @rule("to", kind="stacked")
-def to(input: Dual, *args: Any, **kwargs: Any) -> Any:
+def to(input: Any, *args: Any, **kwargs: Any) -> Any:
     args = tuple(primal_of(arg) for arg in args)
     kwargs = {key: primal_of(value) for key, value in kwargs.items()}
+    if type(input) is not Dual:
+        return input.to(*args, **kwargs)
     kwargs.pop("memory_format", None)
     return _converted(input, input.stack.to(*args, **kwargs))
 
 
 @rule("type_as", kind="stacked")
-def type_as(input: Dual, other: Tensor) -> Any:
+def type_as(input: Any, other: Tensor) -> Any:
+    if type(input) is not Dual:
+        return input.type_as(primal_of(other))
     return _converted(input, input.stack.type_as(primal_of(other)))
 
 
@@ -293,31 +314,41 @@ _register_casts()
 # -- indexing
 
 
-def _is_basic(index: Any) -> bool:
-    items = index if isinstance(index, tuple) else (index,)
+def _is_basic(index: tuple) -> bool:
     return all(
         item is None
         or item is Ellipsis
         or isinstance(item, slice)
         or (isinstance(item, int) and not isinstance(item, bool))
-        for item in items
+        for item in index
     )
 
 
-def _plain_index(index: Any) -> Any:
-    if isinstance(index, tuple):
-        return tuple(primal_of(item) for item in index)
-    return primal_of(index)
+def _plain_index(index: Any) -> tuple:
+    """An index as a tuple, without tangents; scalar integers of any kind as int, as in torch, where
+    they give a view."""
+    items = index if isinstance(index, tuple) else (index,)
+    return tuple(_plain_item(primal_of(item)) for item in items)
+
+
+def _plain_item(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        integer = not (item.is_floating_point() or item.dtype == torch.bool)
+        return int(item) if item.dim() == 0 and integer else item
+    if isinstance(item, bool) or not hasattr(item, "__index__"):
+        return item
+    return operator.index(item)
 
 
 @rule("__getitem__", kind="stacked")
-def getitem(input: Dual, index: Any) -> Dual:
+def getitem(input: Any, index: Any) -> Any:
+    index = _plain_index(index)
+    if type(input) is not Dual:
+        return input[index]
     if _is_basic(index):
-        items = index if isinstance(index, tuple) else (index,)
-        shifted = (slice(None), *items)
+        shifted = (slice(None), *index)
         return Dual(input.stack[shifted])
     # Advanced indices may move dimensions to the front: take each half by itself.
-    index = _plain_index(index)
     return Dual(torch.stack((input.stack[0][index], input.stack[1][index])))
 
 
@@ -365,9 +396,7 @@ _register_linear()
 
 @rule("pad", kind="stacked")
 def pad(input: Dual, pad: Any, mode: str = "constant", value: float | None = None) -> Dual:
-    from torch.nn.functional import pad as pad_tensor
-
     primal, tangent = input.stack.unbind(0)
     if mode == "constant":
-        return Dual.join(pad_tensor(primal, pad, mode, value), pad_tensor(tangent, pad, mode, 0.0))
-    return Dual.join(pad_tensor(primal, pad, mode), pad_tensor(tangent, pad, mode))
+        return Dual.join(F.pad(primal, pad, mode, value), F.pad(tangent, pad, mode, 0.0))
+    return Dual.join(F.pad(primal, pad, mode), F.pad(tangent, pad, mode))

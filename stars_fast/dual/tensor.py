@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.registry import RULES, report
+from stars_fast.dual.registry import RULES, Rule, report
 
 _get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
@@ -37,6 +37,11 @@ class Dual(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[Dual], stack: Tensor) -> Dual:
+        if type(stack) is Dual:
+            raise RuntimeError(
+                "stars_fast: a dual pass inside a dual pass; the block may not call fused_jvp or "
+                "fused_jsrr on a state that carries a tangent (detach it where a number is meant)"
+            )
         if not (stack.is_floating_point() or stack.is_complex()):
             raise TypeError(f"Dual: stack must be floating point, got {stack.dtype}")
         if stack.dim() == 0 or stack.shape[0] != 2:
@@ -79,16 +84,21 @@ class Dual(torch.Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        found = RULES.get(func)
-        if found is None:
-            from stars_fast.dual.fallback import unknown
-
-            return unknown(func, args, kwargs)
-        for arg in args:
+        for arg in (*args, *kwargs.values()):
             if type(arg) is Dual:
                 _check_history(arg)
+        found = RULES.get(func)
+        if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
+            return _unknown(func, args, kwargs)
+        try:
+            result = found.handler(*args, **kwargs)
+        except TypeError:
+            if found.accepts(args, kwargs):
+                raise
+            # A form of the torch function that the rule does not know, such as axis= for dim=.
+            return _unknown(func, args, kwargs)
         report(found.name, found.kind)
-        return found.handler(*args, **kwargs)
+        return result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -107,6 +117,22 @@ class Dual(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("stars_fast: a Dual lives inside one pass and can't be pickled")
+
+
+def _unknown(func: Any, args: tuple, kwargs: dict) -> Any:
+    from stars_fast.dual.fallback import unknown
+
+    return unknown(func, args, kwargs)
+
+
+# Rules whose formulas hold for real numbers.
+_REAL = {"var", "var_mean", "std", "logsumexp", "log_softmax", "pow"}
+
+
+def _is_complex_for(found: Rule, args: tuple) -> bool:
+    if found.kind != "fused" and found.name not in _REAL:
+        return False
+    return bool(args) and type(args[0]) is Dual and args[0].stack.is_complex()
 
 
 def _check_history(dual: Dual) -> None:

@@ -8,21 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.registry import add_rule, objects_named, rule
+from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, primal_of
 
 # Answered by the primal with no tangent: the derivative is zero or there is none to speak of.
 _PRIMAL = """
     dtype device layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested
-    is_mkldnn is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device
-    is_floating_point is_complex is_contiguous is_inference is_conj stride storage_offset
-    is_same_size bool item tolist __bool__ __int__ __float__ __index__ __contains__ is_nonzero
-    eq ne lt le gt ge equal __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater
-    greater_equal less less_equal not_equal isnan isinf isfinite isposinf isneginf isreal
-    signbit logical_not logical_and logical_or logical_xor any all argmax argmin argsort
-    count_nonzero nonzero bucketize searchsorted sign sgn floor ceil round trunc long int short
-    byte numpy __array__ rand_like randn_like randint_like ones_like full_like new_ones new_full
-    new_tensor new_empty result_type can_cast is_signed is_distributed has_names
+    is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device is_floating_point
+    is_complex is_contiguous is_inference is_conj stride storage_offset is_same_size bool item
+    tolist __bool__ __int__ __float__ __index__ __contains__ is_nonzero eq ne lt le gt ge equal
+    __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater greater_equal less
+    less_equal not_equal isnan isinf isfinite isposinf isneginf isreal signbit logical_not
+    logical_and logical_or logical_xor any all argmax argmin argsort count_nonzero nonzero
+    bucketize searchsorted sign sgn floor ceil round trunc long int short byte randint_like
+    new_tensor result_type can_cast is_signed is_distributed
 """.split()
 
 
@@ -35,8 +34,6 @@ def _by_primal(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _register_primal() -> None:
-    from stars_fast.dual.registry import RULES, Rule
-
     for name in _PRIMAL:
         for target in objects_named(name):
             RULES[target] = Rule(name, "primal", _by_primal(target))
@@ -116,28 +113,31 @@ def detach(input: Dual) -> Tensor:
     return input.stack[0].detach()
 
 
-@rule("zeros_like", kind="stacked")
-def zeros_like(input: Dual, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """A Dual (with a zero tangent), so that what depends on h can be written into it."""
-    kwargs.pop("memory_format", None)
-    dtype = input.stack.dtype if dtype is None else dtype
-    if not dtype.is_floating_point:
-        return torch.zeros_like(input.stack[0], dtype=dtype, **kwargs)
-    return Dual(torch.zeros_like(input.stack, dtype=dtype, **kwargs))
+# A fresh tensor in the likeness of a Dual is a Dual with a zero tangent, so that what depends on h
+# can be written into it.
+_FRESH = """
+    zeros_like empty_like ones_like full_like rand_like randn_like
+    new_zeros new_empty new_ones new_full
+""".split()
 
 
-@rule("empty_like", kind="stacked")
-def empty_like(input: Dual, **kwargs: Any) -> Any:
-    return zeros_like(input, **kwargs)
+def _fresh(target: Callable[..., Any]) -> Callable[..., Any]:
+    plain = _by_primal(target)
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        value = plain(*args, **kwargs)
+        return Dual.join(value, torch.zeros_like(value)) if value.is_floating_point() else value
+
+    return answer
 
 
-@rule("new_zeros", kind="stacked")
-def new_zeros(input: Dual, *size: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    size = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    dtype = input.stack.dtype if dtype is None else dtype
-    if not dtype.is_floating_point:
-        return input.stack.new_zeros(size, dtype=dtype, **kwargs)
-    return Dual(input.stack.new_zeros((2, *size), dtype=dtype, **kwargs))
+def _register_fresh() -> None:
+    for name in _FRESH:
+        for target in objects_named(name):
+            RULES[target] = Rule(name, "stacked", _fresh(target))
+
+
+_register_fresh()
 
 
 def _refuse(names: str, reason: str) -> None:
@@ -159,3 +159,4 @@ _refuse(
     "as_strided as_strided_ as_strided_copy as_strided_scatter",
     "it counts in the memory of a tensor, and a pair has two; use indexing or view",
 )
+_refuse("numpy __array__", "NumPy would lose it; detach() first where a number is meant")

@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
             v0, v1 = widen(v).flatten(1, 2)
             s = _apply_mask(q0 @ k0.mT, mask, causal, heads)
             s_dot = torch.baddbmm(q1 @ k0.mT, q0, k1.mT)
-            p, p_dot = softmax_forward(s, s_dot)
+            p, p_dot = softmax_forward(s, s_dot, empty_rows=True)
             out = torch.stack((p @ v0, torch.baddbmm(p_dot @ v0, p, v1)))
         ctx.save_for_backward(q, k, v, p, p_dot)
         ctx.scale = scale

@@ -27,7 +27,12 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def softmax(x: Tensor) -> Tensor:
-    """x [..., N] -> [..., N], over the last dimension; rows of -inf give 0."""
+    """x [..., N] -> [..., N], over the last dimension."""
+    return torch.softmax(x, -1)
+
+
+def attention_weights(x: Tensor) -> Tensor:
+    """Softmax in which rows of -inf give 0."""
     top = x.amax(-1, keepdim=True).detach()
     e = torch.exp(x - torch.where(top.isinf(), 0.0, top))
     total = e.sum(-1, keepdim=True)
@@ -72,4 +77,4 @@ def attention(
     if causal:
         keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
         s = s.masked_fill(~keep, -torch.inf)
-    return softmax(s) @ v
+    return attention_weights(s) @ v

@@ -5,7 +5,7 @@ With mu = sum(y x_dot):
 With D = sum(y y_dot_bar), D_dot = sum(y y_bar + y_dot y_dot_bar), E = y_dot_bar - D:
     x_dot_bar = y E
     x_bar     = y_dot E + y (y_bar - D_dot)
-Rows of -inf give 0.
+`softmax_forward` may give rows of -inf the weight 0, as attention does; torch.softmax gives NaN.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch.autograd.function import once_differentiable
 from stars_fast.ops.precision import widen
 
 
-def softmax_forward(x: Tensor, x_dot: Tensor) -> tuple[Tensor, Tensor]:
-    """y and y_dot. `x_dot` is overwritten with y_dot."""
+def softmax_forward(x: Tensor, x_dot: Tensor, empty_rows: bool = False) -> tuple[Tensor, Tensor]:
+    """y and y_dot. `x_dot` is overwritten with y_dot. With `empty_rows` rows of -inf give 0."""
     y = torch.softmax(x, -1)
-    if x.numel():
-        # A row of -inf alone is 0/0 in torch.softmax.
+    if empty_rows and x.numel():
         y = y.masked_fill_(x.amax(-1, keepdim=True).eq(-torch.inf), 0.0)
     mu = (y * x_dot).sum(-1, keepdim=True)
     return y, x_dot.sub_(mu).mul_(y)

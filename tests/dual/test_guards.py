@@ -324,3 +324,178 @@ def test_heads_that_do_not_fit_are_named():
     q, k = state(1, 4, 5, 8), state(1, 2, 5, 8)
     with pytest.raises(RuntimeError, match="enable_gqa=True"):
         fused_jsrr(lambda h: F.scaled_dot_product_attention(h, k, k), q)
+
+
+# -- forms of torch functions
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda h: h.sum(axis=-1, keepdims=True) * h,
+        lambda h: torch.cat((h, 2 * h), axis=0),
+        lambda h: torch.mm(h, mat2=h.mT.tanh()),
+        lambda h: torch.ones_like(h).expand_as(h) * h + torch.ones(4, dtype=h.dtype).expand_as(h),
+        lambda h: torch.ones(3, 4).type_as(h) * h + torch.ones(3, 4).to(h) * h,
+        lambda h: torch.full_like(h, 2.0).scatter_(1, torch.zeros(3, 4, dtype=torch.long), h),
+        lambda h: h.new_full((3, 4), 1.0).copy_(h),
+        lambda h: h.where(h > 0, 2 * h),
+        lambda h: torch.cat((h, torch.tensor([[70000] * 4]))),
+        lambda h: h.div(3, rounding_mode="floor") + h,
+        lambda h: h.softmax(0) + torch.log_softmax(h, 0),
+        lambda h: h[torch.tensor(1)] * h + h[[0, 2]].sum(),
+        lambda h: torch.fft.irfft(torch.fft.rfft(h).sin() * 0.3, n=4),
+        lambda h: torch.addmm(h, h, h.mT @ h, beta=0.5, alpha=2.0),
+        lambda h: h.sum().softmax(0) * h + h.sum().sin(),
+        lambda h: F.multi_head_attention_forward(
+            h[:, None],
+            h[:, None],
+            h[:, None],
+            4,
+            2,
+            torch.eye(4, dtype=h.dtype).repeat(3, 1),
+            None,
+            None,
+            None,
+            False,
+            0.0,
+            torch.eye(4, dtype=h.dtype),
+            None,
+            training=False,
+        )[0][:, 0],
+    ],
+    ids=range(16),
+)
+def test_unusual_forms_are_right(f):
+    check(f, 3, 4)
+
+
+def test_out_and_setters_and_numpy_are_refused():
+    x = pair(3, 4)
+    with pytest.raises(RuntimeError, match=r"out=\.\.\."):
+        torch.matmul(x, x.mT, out=torch.zeros(3, 3, dtype=x.dtype))
+    with pytest.raises(RuntimeError, match="setting data"):
+        x.data = torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match="NumPy would lose it"):
+        x.numpy()
+
+
+def test_dimensions_that_would_hit_the_pair_are_refused():
+    x = pair(3, 4)
+    for f in (
+        lambda: x.sum(-3),
+        lambda: x.select(-3, 0),
+        lambda: x.softmax(-3),
+        lambda: x.transpose(-3, 0),
+        lambda: x.unbind(2),
+        lambda: x.permute(2, 0),
+    ):
+        with pytest.raises(IndexError, match="Dimension out of range"):
+            f()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x[torch.tensor(1)].mul_(3),
+        lambda x: x.floor_(),
+        lambda x: x.masked_fill_(x > 0, 1.0),
+        lambda x: x.fill_(2.0),
+    ],
+    ids=range(4),
+)
+def test_more_in_place_ops(write):
+    check(written(write), 3, 4)
+
+
+def test_random_in_place_ops_draw_what_torch_draws():
+    def block(h):
+        x = h * 1.0
+        x[:, :2].normal_()
+        return x
+
+    torch.manual_seed(0)
+    expected = block(state(3, 4))
+    torch.manual_seed(0)
+    out, jv = fused_jvp(block, state(3, 4), state(3, 4, seed=4))
+    assert torch.equal(out, expected)
+    assert not jv[:, :2].any()
+    assert torch.equal(jv[:, 2:], state(3, 4, seed=4)[:, 2:]) or torch.allclose(
+        jv[:, 2:], state(3, 4, seed=4)[:, 2:]
+    )
+
+
+@pytest.mark.parametrize("name", ["t_", "squeeze_", "detach_"])
+def test_metadata_in_place_ops_are_refused(name):
+    with pytest.raises(RuntimeError, match=f"no rule for in-place {name}"):
+        getattr(pair(3, 3), name)()
+
+
+@pytest.mark.parametrize("view", ["mH", "real"])
+def test_writes_through_views_by_copy_are_refused(view):
+    x = pair(3, 3)
+    part = getattr(x, view)
+    if part is not x:
+        with pytest.raises(RuntimeError, match=r"shares memory|no rule"):
+            part.mul_(2)
+
+
+def test_a_later_write_to_an_argument_of_a_fallback_is_noticed():
+    buffer = state(3, 4)
+    h = state(3, 4).requires_grad_()
+    loss = fused_jsrr(lambda x: torch.logaddexp(x, buffer), h, detach=False)
+    buffer.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_inference_mode_runs_fallbacks():
+    with torch.inference_mode():
+        inside = fused_jsrr(lambda x: torch.logcumsumexp(x, 1), state(2, 3, 4), v=state(2, 3, 4))
+    outside = fused_jsrr(lambda x: torch.logcumsumexp(x, 1), state(2, 3, 4), v=state(2, 3, 4))
+    torch.testing.assert_close(inside, outside)
+
+
+def test_a_pass_inside_a_pass_says_so():
+    with pytest.raises(RuntimeError, match="dual pass inside a dual pass"):
+        fused_jsrr(lambda x: fused_jvp(torch.sin, x, x)[0], state(2, 3, 4))
+
+
+def test_passes_of_two_threads_leave_nothing_behind():
+    from threading import Barrier, Thread
+
+    from torch._dynamo import eval_frame
+
+    barrier = Barrier(2, timeout=20)
+
+    def block(h, wait):
+        barrier.wait()
+        if wait:
+            barrier.wait()
+        return h.sin()
+
+    def first():
+        fused_jsrr(block, state(2, 3, 4), args=(False,))
+        barrier.wait()
+
+    threads = [
+        Thread(target=first),
+        Thread(target=fused_jsrr, args=(block, state(2, 3, 4)), kwargs={"args": (True,)}),
+    ]
+    before = eval_frame._stance.stance
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert eval_frame._stance.stance == before
+
+
+def test_an_exception_inside_a_pass_leaves_nothing_behind():
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def broken(h):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fused_jsrr(broken, state(2, 3, 4))
+    assert torch.autograd.Function.__dict__["apply"].__func__ is original
