@@ -1,5 +1,6 @@
 """Figures of a run: accuracy against the number of turns, and the training curves."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +131,8 @@ def _turns_axis(axis: "Axes", turns: list[int]) -> None:
 
     first, last = turns[0], turns[-1]
     ticks = [2**k for k in range(last.bit_length()) if first <= 2**k <= last]
-    ticks = [t for t in ticks if t * 1.2 < last] + [last]
+    room = 0.09 * math.log2(last / first)  # narrower than this, two labels touch
+    ticks = [t for t in ticks if math.log2(last / t) > room] + [last]
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(t) for t in ticks])
     axis.xaxis.set_minor_locator(NullLocator())

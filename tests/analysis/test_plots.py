@@ -69,7 +69,12 @@ def test_accuracy_lines_are_the_numbers_in_percent(tmp_path, drawn):
 
 @pytest.mark.parametrize(
     ("last", "ticks"),
-    [(1, ["1"]), (8, ["1", "2", "4", "8"]), (18, ["1", "2", "4", "8", "18"])],
+    [
+        (1, ["1"]),
+        (8, ["1", "2", "4", "8"]),
+        (18, ["1", "2", "4", "8", "18"]),
+        (400, [*(str(2**k) for k in range(8)), "400"]),
+    ],
 )
 def test_last_number_of_turns_has_a_tick(tmp_path, drawn, last, ticks):
     accuracy_against_turns({"run": {1: 0.5, last: 0.5}}, tmp_path / "accuracy.png")
