@@ -14,7 +14,7 @@ _EXAMPLES = """\
 examples:
   stars-fast recipes
   stars-fast train addition-quick
-  stars-fast train addition-quick --steps 100 --penalty.weight 0.05 --out runs/weak
+  stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
   torchrun --nproc-per-node 2 -m stars_fast.cli train addition-quick
@@ -157,11 +157,17 @@ def _eval(args: argparse.Namespace) -> int:
     from stars_fast.data.addition import AdditionData
     from stars_fast.evaluation.addition import evaluate
     from stars_fast.training.trainer import load_model
+    from stars_fast.training.tree import ConfigError
 
     loaded = {str(run): load_model(run, args.step) for run in args.runs}
-    accuracy = {}
+    accuracy, samples = {}, {}
     for run, (model, config) in loaded.items():
-        accuracy[run] = evaluate(model, AdditionData(config.data), args.turns, limit=args.limit)
+        try:
+            data = AdditionData(config.data)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{run}: data: {error}") from error
+        accuracy[run] = evaluate(model, data, args.turns, limit=args.limit)
+        samples[run] = min(args.limit, len(data.test))
     labels = _labels({run: config.name for run, (_, config) in loaded.items()})
     print(_table({labels[run]: values for run, values in accuracy.items()}))
 
@@ -169,7 +175,7 @@ def _eval(args: argparse.Namespace) -> int:
 
     out = Path(args.out or args.runs[0])
     out.mkdir(parents=True, exist_ok=True)
-    written = {"limit": args.limit, "accuracy": accuracy}
+    written = {"samples": samples, "accuracy": accuracy}
     (out / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
     accuracy_against_turns(
         {labels[run]: values for run, values in accuracy.items()},

@@ -37,7 +37,7 @@ def test_train_resume_and_eval(here, capsys):
     assert lines[0].split() == ["turns", "runs/tiny", "runs/again"]
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "8"]
     written = json.loads((here / "runs/tiny/evaluation.json").read_text())
-    assert written["limit"] == 20
+    assert written["samples"] == {"runs/tiny": 20, "runs/again": 20}
     assert written["accuracy"]["runs/again"].keys() == {"1", "2", "8"}
     assert (here / "runs/tiny/evaluation.png").exists()
 

@@ -155,11 +155,21 @@ def _depth_bars(axis: "Axes", labels: list[str], trained: Mapping[str, TrainedDe
     height = 7
     for row, (label, depth) in enumerate(trained.items()):
         low, high = _ends(depth)
-        left, right = low / 1.03, high * 1.03
+        limits = axis.get_xlim()  # a run may be trained deeper than it is evaluated
+        left, right = max(low / 1.03, limits[0]), min(high * 1.03, limits[1])
+        if left >= right:
+            left, right = limits[1] / 1.03, limits[1]
         bottom = -height * (row + 1) + 1
         colour = _colour(labels.index(label))
         axis.barh(bottom, right - left, height - 2, left, align="edge", color=colour, alpha=0.6)
-        axis.text(right, bottom + 0.4, f" {_depth_text(depth)}", fontsize=8, color="#444444")
+        axis.text(
+            right,
+            bottom + 0.4,
+            f" {_depth_text(depth)} ",
+            fontsize=8,
+            color="#444444",
+            ha="left" if right < limits[1] else "right",
+        )
     axis.set_ylim(-height * len(trained) - 1, 103)
 
 

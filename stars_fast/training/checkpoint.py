@@ -1,6 +1,5 @@
 """Checkpoints: weights as safetensors, the rest as a state file, complete or not there at all."""
 
-import os
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stars_fast.training.durable import sync
 from stars_fast.training.optional import need
 from stars_fast.training.tree import ConfigError
 
@@ -27,10 +27,12 @@ def save_checkpoint(
     A checkpoint of `step` that is there already is left as it is.
     """
     path = folder / f"step-{step:06d}"
-    if not path.exists():
+    if step not in checkpoints(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob("writing-*"):
+        for left in (*folder.glob("writing-*"), *folder.glob("removing-*")):
             shutil.rmtree(left)
+        if path.exists():  # what is left of one that was being removed
+            shutil.rmtree(path)
         temporary = folder / f"writing-{step:06d}"
         temporary.mkdir()
         _safetensors().save_model(model, str(temporary / MODEL))
@@ -40,8 +42,10 @@ def save_checkpoint(
         temporary.rename(path)
         sync(folder)
     complete = sorted(checkpoints(folder).items())
-    for _, old in complete[: -keep or 0]:
-        shutil.rmtree(old)
+    for number, old in complete[: -keep or 0]:
+        removing = folder / f"removing-{number:06d}"
+        old.rename(removing)
+        shutil.rmtree(removing)
     return path
 
 
@@ -68,8 +72,8 @@ def load_weights(checkpoint: Path, model: nn.Module) -> None:
     """
     try:
         _safetensors().load_model(model, str(checkpoint / MODEL))
-    except RuntimeError as error:
-        raise ConfigError(f"{checkpoint} does not fit the model: {error}") from error
+    except (RuntimeError, OSError, need("safetensors", "checkpoints").SafetensorError) as error:
+        raise ConfigError(f"{checkpoint} does not fit the model, or is damaged: {error}") from error
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
@@ -79,12 +83,3 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 def _safetensors() -> ModuleType:
     return need("safetensors.torch", "checkpoints")
-
-
-def sync(path: Path) -> None:
-    """Flush a file or directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,6 +13,7 @@ from stars_fast.data.addition import AdditionConfig, AdditionTokenizer
 from stars_fast.models.looped import LoopedConfig
 from stars_fast.training import tree
 from stars_fast.training.depth import DepthLaw
+from stars_fast.training.durable import write_text
 from stars_fast.training.methods import METHODS
 from stars_fast.training.optim import OptimConfig
 from stars_fast.training.optional import need
@@ -171,7 +172,10 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises ConfigError for a recipe that does not exist or does not parse, and as `tree.build`.
     """
-    mapping = tree.merge(read_recipe(recipe), parse_overrides(overrides))
+    mapping = read_recipe(recipe)
+    if Path(recipe).is_dir():  # a run, wherever it lies now
+        mapping["out"] = recipe
+    mapping = tree.merge(mapping, parse_overrides(overrides))
     mapping.setdefault("name", Path(recipe).stem)
     return config_from(mapping)
 
@@ -236,4 +240,4 @@ def resolve(name: str, known: Sequence[str]) -> str:
 def save_config(config: TrainConfig, path: Path) -> None:
     """Write the full tree as YAML; `load_config` reads it back equal."""
     yaml = need("yaml", "recipes")
-    path.write_text(yaml.safe_dump(tree.to_dict(config), sort_keys=False, allow_unicode=True))
+    write_text(path, yaml.safe_dump(tree.to_dict(config), sort_keys=False, allow_unicode=True))

@@ -38,26 +38,41 @@ def outside_block(model: LoopedLM, supervised: float) -> float:
 
 def relative_cost(config: TrainConfig, rest: float) -> float:
     """Mean cost of a step of the run over one of SFT at `train.reference_turns`."""
-    mean = config.depth.mean()
     steps = config.train.steps
-    total = sum(step_cost(config, mean, step, rest) for step in range(steps))
+    total = sum(expected_costs(config, rest))
     return total / steps / (config.train.reference_turns + rest)
+
+
+def expected_costs(config: TrainConfig, rest: float) -> list[float]:
+    """The cost of each step of the run, averaged over the depth law: it is not linear in the depth
+    where the gradient stops after `backprop_turns`."""
+    law = config.depth
+    chances = [(k, law.pmf(k)) for k in range(law.low, law.high + 1)]
+    if law.law == "fixed":
+        chances = [(law.value, 1.0)]
+    known: dict[float, float] = {}
+    costs = []
+    for step in range(config.train.steps):
+        on = float(config.penalty_weight(step) > 0)
+        if on not in known:
+            known[on] = sum(p * step_cost(config, k, step, rest) for k, p in chances)
+        costs.append(known[on])
+    return costs
 
 
 class RemainingTime:
     """Seconds to the end of a run: a recent rate in turns, times the expected turns to come.
 
     A step's time follows its depth, so the depth of recent steps cancels out of the rate, and the
-    steps to come count at the law's mean depth, with the penalty where it will be on.
+    steps to come count at their mean over the law, with the penalty where it will be on.
     """
 
     def __init__(self, config: TrainConfig, rest: float) -> None:
         self.config = config
         self.rest = rest
-        mean = config.depth.mean()
         self.after = [0.0]  # after[k]: expected cost of the last k steps
-        for step in reversed(range(config.train.steps)):
-            self.after.append(self.after[-1] + step_cost(config, mean, step, rest))
+        for cost in reversed(expected_costs(config, rest)):
+            self.after.append(self.after[-1] + cost)
         self.seconds = self.turns = 0.0
         self.steps = 0
 

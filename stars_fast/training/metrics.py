@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stars_fast.training.durable import write_text
 from stars_fast.training.step import Plan, StepStats
 
 
@@ -92,9 +93,7 @@ class MetricsLog:
 
     def __init__(self, path: Path, step: int, tensorboard: Path | None = None) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-        temporary = path.with_suffix(".writing")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        temporary.replace(path)
+        write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
         self._events = _tensorboard(tensorboard, step) if tensorboard else None
 
@@ -117,6 +116,8 @@ class MetricsLog:
     def sync(self) -> None:
         """Flush the lines to the disk."""
         os.fsync(self._file.fileno())
+        if self._events is not None:
+            self._events.flush()
 
     def close(self) -> None:
         """Close the file and the events."""

@@ -20,8 +20,10 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     base = mapping.pop("base", None)
     if base is None:
         return mapping
+    if not isinstance(base, str):
+        raise ConfigError(f"recipe {recipe}: base must be the name of a recipe, got {base!r}")
     beside = Path(base).suffix and Path(recipe).suffix  # one file names another: relative to it
-    base = str(Path(recipe).parent / base) if beside else str(base)
+    base = str(Path(recipe).parent / base) if beside else base
     inherited = read_recipe(base, (*seen, recipe))
     inherited.pop("name", None)
     return tree.merge(inherited, mapping)
@@ -39,9 +41,9 @@ def _recipe_text(recipe: str) -> str:
         path = path / "config.yaml"
     if path.suffix in (".yaml", ".yml"):
         try:
-            return path.read_text()
-        except OSError as error:
-            raise ConfigError(f"cannot read the recipe {path}: {error.strerror}") from error
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the recipe {path}: {error}") from error
     names = recipe_names()
     if recipe not in names:
         raise ConfigError(

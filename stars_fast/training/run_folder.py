@@ -13,6 +13,8 @@ import stars_fast
 from stars_fast.training import tree
 from stars_fast.training.checkpoint import checkpoints, latest
 from stars_fast.training.config import TrainConfig, load_config, save_config
+from stars_fast.training.durable import write_text
+from stars_fast.training.metrics import read_metrics
 from stars_fast.training.tree import ConfigError
 
 _MAY_CHANGE = {
@@ -49,8 +51,11 @@ class RunFolder:
 
     def refusal(self, config: TrainConfig, resume: bool) -> str | None:
         """Why `config` cannot be run here, or None if it can."""
-        if not self.path.exists() or not any(self.path.iterdir()):
-            return None
+        try:
+            if not self.path.exists() or not any(self.path.iterdir()):
+                return None
+        except OSError as error:
+            return f"{self.path} can't be a run folder: {error.strerror}"
         if not resume:
             return (
                 f"{self.path} exists; continue that run with --resume, or choose another folder "
@@ -58,6 +63,11 @@ class RunFolder:
             )
         if not self.config.exists():
             return f"{self.path} holds no config.yaml, so there is no run to resume"
+        if latest(self.checkpoints) is None and self._went_past(config.train.save_every):
+            return (
+                f"{self.path} went past its first checkpoint and holds none, so its run can't "
+                f"continue; start anew in another folder with --out"
+            )
         before = tree.flatten(tree.to_dict(load_config(str(self.config))))
         now = tree.flatten(tree.to_dict(config))
         changed = [
@@ -69,9 +79,17 @@ class RunFolder:
             return f"cannot resume {self.path} as another run: " + "; ".join(changed)
         return None
 
+    def _went_past(self, step: int) -> bool:
+        """Whether the metrics go beyond `step`, the first checkpoint's; 0 is the end of the run."""
+        rows = read_metrics(self.metrics) if self.metrics.exists() else []
+        return bool(rows) and (self.results.exists() or 0 < step < rows[-1]["step"])
+
     def open(self, config: TrainConfig, world_size: int) -> None:
         """Create the folder, write the configuration, and note the start and its environment."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't create {self.path}: {error.strerror}") from error
         save_config(config, self.config)
         note = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -96,9 +114,11 @@ class RunFolder:
             return found
         known = checkpoints(self.checkpoints)
         if step not in known:
-            raise ConfigError(f"{self.path} has no checkpoint of step {step}; it has {[*known]}")
+            raise ConfigError(
+                f"{self.path} has no checkpoint of step {step}; it has {sorted(known)}"
+            )
         return known[step]
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Write the accuracies at the end of the run as JSON."""
-        self.results.write_text(json.dumps(results, indent=2) + "\n")
+        write_text(self.results, json.dumps(results, indent=2) + "\n")

@@ -2,6 +2,7 @@
 
 import math
 import signal
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +87,7 @@ class Trainer:
         self.meter = Meter(world.device)
         self.collapse = CollapseMonitor(math.log(config.model.vocab_size))
         self.step = 0
+        self.processes = world.size
         self._load()
         loss = StepLoss(self.model, config)
         self.step_loss: StepLoss | DistributedDataParallel = loss
@@ -159,8 +161,8 @@ class Trainer:
             self._save()
             raise TrainingFailure(
                 f"stopped at step {self.step}: the loss or gradient of the last {streak} steps "
-                f"was not finite. The weights before them are saved in {self.folder.path}; a "
-                f"lower optim.lr or penalty.weight, or optim.clip, may help"
+                f"was not finite. The weights before them are saved in {self.folder.path}; a new "
+                f"run with a lower optim.lr or penalty.weight, or with optim.clip, may help"
             )
 
     def _accuracy(self) -> dict[int, float]:
@@ -176,6 +178,7 @@ class Trainer:
 
     def _save(self) -> None:
         """A checkpoint of this step, written by the first process."""
+        start = time.perf_counter()
         if self.world.first:
             assert self.log is not None
             self.log.sync()
@@ -184,11 +187,13 @@ class Trainer:
                 "optimizer": self.optimizer.state_dict(),
                 "meter": self.meter.state(),
                 "collapse": self.collapse.state(),
+                "processes": self.world.size,
             }
             keep = self.config.train.keep
             save_checkpoint(self.folder.checkpoints, self.step, self.model, state, keep)
         self.world.wait()
         self.progress.pause()
+        self.meter.since += time.perf_counter() - start  # tokens/s is that of the steps
 
     def _load(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
@@ -201,6 +206,7 @@ class Trainer:
         self.meter.load(state["meter"])
         self.collapse.load(state["collapse"])
         self.step = state["step"]
+        self.processes = state["processes"]
 
     def _greet(self) -> None:
         """Open the metrics and the progress bar, and say what runs."""
@@ -221,6 +227,15 @@ class Trainer:
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
         start = f"continues after step {self.step}" if self.step else "starts"
         self.progress.say(f"run folder {where}; {start}")
+        if self.processes != self.world.size:
+            self.progress.say(
+                f"warning: the checkpoint is of {self.processes} processes and "
+                f"{self.world.size} go on: the same samples and depths, but not bit for bit"
+            )
+        if never_penalises(self.config):
+            self.progress.say("warning: penalty.start_step is not before the last step: no penalty")
+        if not self.step:
+            self.meter.restart_clock()
 
     def _finish(self) -> None:
         """The accuracy against turns, and the figures."""
@@ -251,6 +266,11 @@ class Trainer:
                 title=f"{config.name}: exact match on unseen sums",
                 trained_depth=config.trained_turns,
             )
+
+
+def never_penalises(config: TrainConfig) -> bool:
+    """Whether a method with a penalty ends before its penalty starts."""
+    return config.penalised is not None and config.penalty.start_step >= config.train.steps
 
 
 def make_model(config: TrainConfig) -> LoopedLM:

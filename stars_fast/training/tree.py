@@ -7,6 +7,7 @@ them back into plain mappings.
 
 import dataclasses
 import difflib
+import math
 import re
 import types
 import typing
@@ -164,6 +165,8 @@ def _scalar(hint: type, value: Any) -> Any:
         if hint is int and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
             return int(value)
         number = float(value)
+        if not math.isfinite(number):
+            return None
         if hint is int:
             return int(number) if number.is_integer() else None
     except (ValueError, OverflowError):

@@ -60,3 +60,12 @@ def test_weights_that_do_not_fit(tmp_path):
     path = save_checkpoint(tmp_path, 1, nn.Linear(3, 2), {})
     with pytest.raises(ConfigError, match="does not fit the model"):
         load_weights(path, nn.Linear(4, 2))
+
+
+def test_what_is_left_of_a_removed_checkpoint_is_written_again(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    path = save_checkpoint(tmp_path, 1, model, {"step": 1})
+    (path / "state.pt").unlink()
+    assert latest(tmp_path) is None
+    save_checkpoint(tmp_path, 1, model, {"step": 1})
+    assert latest(tmp_path) == path

@@ -1,0 +1,67 @@
+"""A run folder is what the command line names, wherever it lies; what can't go on says so."""
+
+import shutil
+
+import pytest
+
+from stars_fast.cli import main
+from stars_fast.training.config import load_config
+from stars_fast.training.metrics import read_metrics
+from stars_fast.training.tree import ConfigError
+
+SMALL = """
+    --d_model 16 --n_heads 2 --d_ff 16 --digits 1 --train_samples 30 --test_samples 9 --steps 2
+    --batch_size 8 --warmup_steps 0 --decay_steps 0 --start_step 1 --eval.turns 1 --log_every 1
+    --tensorboard false
+""".split()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "addition-quick", *SMALL, "--out", "runs/tiny"]) == 0
+    return tmp_path / "runs" / "tiny"
+
+
+def steps(folder):
+    return [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_resume_goes_on_in_the_folder_it_is_given(run, monkeypatch):
+    moved = run.parent.parent / "moved"
+    shutil.copytree(run, moved)
+    assert main(["train", "moved", "--resume", "--steps", "3"]) == 0
+    assert steps(moved) == [1, 2, 3]
+    assert steps(run) == [1, 2]
+    monkeypatch.chdir(run.parent)
+    assert main(["train", "tiny", "--resume", "--steps", "4"]) == 0
+    assert steps(run) == [1, 2, 3, 4]
+    assert not (run.parent / "runs").exists()
+
+
+def test_a_finished_run_without_checkpoints_is_not_overwritten(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    assert main(["train", str(run), "--resume"]) == 2
+    assert "can't continue" in capsys.readouterr().err
+    assert steps(run) == [1, 2]
+
+
+@pytest.mark.parametrize("field", ["penalty.weight", "clip", "weight_decay", "lr", "eps"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_numbers_are_finite(field, value):
+    with pytest.raises(ConfigError, match=field.rpartition(".")[2]):
+        load_config("addition-quick", [f"--{field}", value])
+
+
+def test_user_errors_have_no_traceback(tmp_path, run, capsys):
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert main(["train", "addition-quick", *SMALL, "--out", str(file)]) == 2
+    (tmp_path / "base.yaml").write_text("base: 3\n")
+    assert main(["train", str(tmp_path / "base.yaml")]) == 2
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    assert main(["train", str(tmp_path / "bytes.yaml")]) == 2
+    weights = next(run.glob("checkpoints/*/model.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:40])
+    assert main(["eval", str(run), "--turns", "1"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
