@@ -64,24 +64,38 @@ def test_readme_python_runs():
         python("import torch\nblock, h = torch.nn.Linear(8, 8), torch.randn(2, 3, 8)\n" + code)
 
 
-def test_readme_tree_is_on_disk():
+def test_readme_tree_is_the_one_on_disk():
     (tree,) = [block for block in blocks("text") if "stars_fast/" in block]
-    folder = ROOT
+    folder, shown = ROOT, set()
     for line in tree.splitlines():
         name = line.split()[0]
-        folder = ROOT if not line.startswith(" ") else folder
-        path = folder / name
-        assert path.exists(), f"README shows {name}"
-        if not line.startswith(" ") and name.endswith("/"):
-            folder = path
+        if not line.startswith(" "):
+            folder = ROOT / name
+            assert folder.exists(), f"README shows {name}"
+        else:
+            assert (folder / name).exists(), f"README shows {name} in {folder.name}"
+            shown.add(name.rstrip("/"))
+    modules = {path.name for path in (ROOT / "stars_fast").iterdir()}
+    assert modules - shown <= {"__init__.py", "__pycache__", "py.typed"}
 
 
-def test_readme_commands_exist():
+def test_readme_has_no_gaps():
+    assert not re.findall(r"\b[A-Z]+_[A-Z_]+\b", README)
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_readme_commands_are_understood():
+    from stars_fast.cli import _EXAMPLES
+    from stars_fast.training.config import load_config
     from stars_fast.training.recipes import recipe_names
 
-    shown = re.findall(r"stars-fast (\w+)(?: ([\w-]+))?", "\n".join(blocks("bash")))
-    assert shown
-    for command, argument in shown:
+    text = "\n".join(blocks("bash")) + _EXAMPLES
+    shown = re.findall(r"(?:stars-fast|stars_fast\.cli) (\w+) ?([^#\n]*)", text)
+    assert len(shown) > 8
+    for command, rest in shown:
         assert command in ("train", "eval", "recipes")
-        if command == "train" and not argument.startswith("runs"):
-            assert argument in recipe_names()
+        words = [word for word in rest.split() if word != "--resume"]
+        if command == "train" and not words[0].startswith("runs/"):
+            assert words[0] in recipe_names()
+            load_config(words[0], words[1:])
