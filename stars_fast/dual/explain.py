@@ -18,7 +18,7 @@ _MEANING = {
     "stacked": "the ordinary op, once, on the stacked pair",
     "product": "product rule from ordinary ops",
     "in-place": "written into the stacked pair",
-    "fallback": "exact through torch.func.jvp of this op alone: slower",
+    "fallback": "exact through torch's forward derivative of this op alone: slower",
 }
 
 

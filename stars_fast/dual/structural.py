@@ -39,7 +39,7 @@ def structural(
     *names: str, owners: Sequence[Any] = (torch, torch.Tensor)
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: a rule on the stack that counts dimensions. A Dual of no dimensions, whose stack
-    has one too many to count by, goes through torch.func.jvp."""
+    has one too many to count by, goes through torch's forward derivative."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         plain = next(objects_named(names[0], owners))

@@ -7,14 +7,12 @@ What must not happen is a wrong number: an op either agrees or raises.
 import warnings
 from itertools import islice
 
-import pytest
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stars_fast.dual import Dual
 from stars_fast.dual.scope import dual_scope
-
-op_db = pytest.importorskip("torch.testing._internal.common_methods_invocations").op_db
 
 SAMPLES = 3  # per op
 LARGEST = 500  # elements of an input
