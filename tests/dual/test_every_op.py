@@ -107,6 +107,7 @@ def check_sample(op, sample, stats):
         numeric = scalar([s.detach() + 1e-6 * d for s, d in zip(stacks, steps, strict=True)])
         numeric -= scalar([s.detach() - 1e-6 * d for s, d in zip(stacks, steps, strict=True)])
         analytic = sum((g * d).sum() for g, d in zip(grads, steps, strict=True) if g is not None)
+        # Central differences with a step of 1e-6 in fp64 keep about six digits.
         torch.testing.assert_close(
             torch.as_tensor(analytic, dtype=torch.float64), numeric / 2e-6, rtol=1e-4, atol=1e-4
         )
