@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stars_fast.checks import check_integer
+
 IGNORE = -100
 """Target where there is no loss (the default `ignore_index` of PyTorch's cross-entropy)."""
 
@@ -49,9 +51,7 @@ class AdditionConfig:
 
     def __post_init__(self) -> None:
         for name, low in (("digits", 1), ("train_samples", 1), ("test_samples", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+            check_integer(name, getattr(self, name), low)
         if self.digits > MAX_DIGITS:
             raise ValueError(f"digits must be at most {MAX_DIGITS}, got {self.digits}")
 

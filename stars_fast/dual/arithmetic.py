@@ -26,9 +26,7 @@ def _ndim(x: Any) -> int:
 def _plain_stacks(a: Any, b: Any) -> bool:
     """Whether broadcasting the stacks gives the dtype that the primals would: true unless a
     zero-dimensional operand, which does not take part in promotion, is stacked to one dimension."""
-    return all(
-        not isinstance(x, Tensor) or type(x) is not Dual or x.stack.dim() > 1 for x in (a, b)
-    )
+    return all(type(x) is not Dual or x.stack.dim() > 1 for x in (a, b))
 
 
 # -- sums

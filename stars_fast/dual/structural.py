@@ -260,7 +260,7 @@ def contiguous(input: Dual, memory_format: torch.memory_format = torch.contiguou
 
 
 @rule("clone", kind="stacked")
-def clone(input: Dual, **kwargs: Any) -> Dual:
+def clone(input: Dual, *, memory_format: Any = None) -> Dual:
     return Dual(input.stack.clone())
 
 

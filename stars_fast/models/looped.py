@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stars_fast.checks import check_integer
 from stars_fast.models.gpt import ACTIVATIONS, NORMS, PLACEMENTS, GPTBlock, make_norm
 
 
@@ -50,9 +51,9 @@ class LoopedConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_length", "d_model", "n_heads", "d_ff", "n_layers"):
-            _check_integer(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         for name in ("n_prelude", "n_coda"):
-            _check_integer(name, getattr(self, name), 0)
+            check_integer(name, getattr(self, name), 0)
         if self.d_model % self.n_heads:
             raise ValueError(
                 f"n_heads must divide d_model, got n_heads={self.n_heads}, d_model={self.d_model}"
@@ -123,7 +124,7 @@ class LoopedLM(nn.Module):
 
         Raises ValueError as `prelude`, and if `turns` is not a positive integer.
         """
-        _check_integer("turns", turns, 1)
+        check_integer("turns", turns, 1)
         h = self.prelude(tokens)
         for _ in range(turns):
             h = self.block(h)
@@ -134,7 +135,7 @@ class LoopedLM(nn.Module):
 
         Raises ValueError as `forward`.
         """
-        _check_integer("turns", turns, 1)
+        check_integer("turns", turns, 1)
         states = [self.prelude(tokens)]
         for _ in range(turns):
             states.append(self.block(states[-1]))
@@ -164,8 +165,8 @@ class LoopedLM(nn.Module):
         Raises ValueError as `forward`, if `max_new_tokens` is not positive, if `lengths` does
         not fit `tokens`, or if the longest row would need more than `max_length` positions.
         """
-        _check_integer("turns", turns, 1)
-        _check_integer("max_new_tokens", max_new_tokens, 1)
+        check_integer("turns", turns, 1)
+        check_integer("max_new_tokens", max_new_tokens, 1)
         _check_tokens(tokens, self.config.max_length)
         B, S = tokens.shape
         if lengths is None:
@@ -205,11 +206,6 @@ class LoopedLM(nn.Module):
 
 def _layers(config: LoopedConfig, count: int) -> nn.Sequential:
     return nn.Sequential(*(GPTBlock(config) for _ in range(count)))
-
-
-def _check_integer(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
 
 
 def _check_tokens(tokens: Tensor, max_length: int) -> None:

@@ -11,6 +11,8 @@ from functools import cached_property
 import numpy as np
 from scipy import special
 
+from stars_fast.checks import check_integer
+
 LAWS = ("lognormal", "poisson", "uniform", "fixed")
 
 
@@ -51,7 +53,7 @@ class DepthLaw:
         if self.law not in LAWS:
             raise ValueError(f"law must be one of {LAWS}, got {self.law!r}")
         for name in ("low", "high", "value"):
-            _check_integer(name, getattr(self, name), 1)
+            check_integer(name, getattr(self, name), 1)
         if self.high < self.low:
             raise ValueError(f"high must be at least low={self.low}, got {self.high}")
         if not math.isfinite(self.mu):
@@ -109,10 +111,10 @@ class DepthLaw:
 
         Raises ValueError if `seed` or `step` is negative, or `micro` is not in 0..window-1.
         """
-        _check_integer("seed", seed, 0)
-        _check_integer("step", step, 0)
-        _check_integer("window", window, 1)
-        _check_integer("micro", micro, 0)
+        check_integer("seed", seed, 0)
+        check_integer("step", step, 0)
+        check_integer("window", window, 1)
+        check_integer("micro", micro, 0)
         if micro >= window:
             raise ValueError(f"micro must be below window={window}, got {micro}")
         rng = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
@@ -120,8 +122,3 @@ class DepthLaw:
         if self.stratified:
             u = (rng.permutation(window) + u) / window
         return self.quantile(float(u[micro]))
-
-
-def _check_integer(name: str, value: int, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")

@@ -22,7 +22,6 @@ class PenaltyConfig:
     normalize: v has unit norm per sample, or over the whole micro-batch as in the published code.
     power_steps: applications of the Jacobian; 1 as in the paper.
     detach: stop the penalty's gradient at h^(t).
-    at: where J is taken; next is h^(t) as in the paper.
     """
 
     weight: float = 0.1
@@ -32,13 +31,11 @@ class PenaltyConfig:
     normalize: Literal["sample", "batch"] = "sample"
     power_steps: int = 1
     detach: bool = True
-    at: Literal["next"] = "next"
 
     def __post_init__(self) -> None:
         for name, choices in (
             ("weighting", ("convex", "additive")),
             ("normalize", ("sample", "batch")),
-            ("at", ("next",)),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")

@@ -64,7 +64,7 @@ def written(f):
         lambda x: x.__setitem__(torch.tensor([2, 0]), x[:2].clone().cos()),
         lambda x: x.__setitem__(x > 0, 1.0),
     ],
-    ids=str,
+    ids=range(21),
 )
 def test_in_place_ops_are_right_through_views(write):
     check(written(write), 3, 4)

@@ -76,7 +76,6 @@ def test_weighted_sum(weighting, total):
     [
         ({"weighting": "sum"}, "weighting must be one of"),
         ({"normalize": "token"}, "normalize must be one of"),
-        ({"at": "first"}, "at must be one of"),
         ({"power_steps": 0}, "power_steps must be at least 1"),
         ({"start_step": -1}, "start_step must be at least 0"),
         ({"weight": -0.1}, "weight must be >= 0"),
