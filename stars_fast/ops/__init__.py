@@ -2,15 +2,32 @@
 
 Each public function takes and returns stacks [2, ...] (primal first, tangent second). The spec of
 every op is its entry in `reference.py`: the dual is `torch.func.jvp` of it, the gradient autograd
-of that, in fp64.
+of that, in fp64. `library.py` says which backend computes an op and how to force one.
 """
 
 from stars_fast.ops.attention import attention
 from stars_fast.ops.bias import add_bias
 from stars_fast.ops.gated import gated
-from stars_fast.ops.layer_norm import layer_norm
+from stars_fast.ops.library import backend
+from stars_fast.ops.norm import layer_norm, rms_norm
 from stars_fast.ops.pointwise import pointwise
-from stars_fast.ops.rms_norm import rms_norm
+from stars_fast.ops.rotary import rotary
+from stars_fast.ops.sandwich import sandwich
 from stars_fast.ops.softmax import softmax
+from stars_fast.ops.spans import Spans
+from stars_fast.ops.squares import row_squares
 
-__all__ = ["add_bias", "attention", "gated", "layer_norm", "pointwise", "rms_norm", "softmax"]
+__all__ = [
+    "Spans",
+    "add_bias",
+    "attention",
+    "backend",
+    "gated",
+    "layer_norm",
+    "pointwise",
+    "rms_norm",
+    "rotary",
+    "row_squares",
+    "sandwich",
+    "softmax",
+]

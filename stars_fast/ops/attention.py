@@ -1,14 +1,17 @@
 """Scaled-dot-product attention, dual forward and its backward.
 
-With S = s Q K^T + mask, S_dot = s (Q_dot K^T + Q K_dot^T), P, P_dot = dual softmax(S, S_dot):
+With S = s Q K^T + mask, S_dot = s (Q_dot K^T + Q K_dot^T), P = softmax(S), mu = sum(P S_dot),
+P_dot = P (S_dot - mu):
     O = P V        O_dot = P_dot V + P V_dot
 With g = O_bar, b = O_dot_bar: the cotangents of P and P_dot are
     P_dot_bar = b V^T        P_bar = g V^T + b V_dot^T
-and (S_bar, S_dot_bar) = dual softmax backward of them. Then
+and with D = sum(b O), D_dot = sum(g O + b O_dot), E = P_dot_bar - D:
+    S_dot_bar = P E                  S_bar = P_dot E + P (P_bar - D_dot)
     V_dot_bar = P^T b                V_bar = P_dot^T b + P^T g
     Q_dot_bar = s S_dot_bar K        Q_bar = s (S_bar K + S_dot_bar K_dot)
     K_dot_bar = s S_dot_bar^T Q      K_bar = s (S_bar^T Q + S_dot_bar^T Q_dot)
-6 matmuls forward and 12 backward here; P and P_dot are saved, O(Sq Sk) memory.
+Nothing of size Sq x Sk is kept. On a GPU one fused kernel each way (`triton/attention.py`), where
+every query sees one interval of keys (`spans.py`); else blocks of queries (`attention_blocked.py`).
 """
 
 from __future__ import annotations
@@ -19,85 +22,62 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stars_fast.ops.precision import no_autocast, widen
-from stars_fast.ops.softmax import softmax_backward, softmax_forward
+from stars_fast.ops.attention_blocked import BlockedAttention
+from stars_fast.ops.library import compiled, shapes
+from stars_fast.ops.spans import Spans
 
 
-def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[2, B, H, S, D] -> [2, B * Hkv, (H / Hkv) * S, D]: queries of a group share their keys."""
-    two, batch, heads, length, width = x.shape
-    return x.reshape(two, batch * kv_heads, heads // kv_heads * length, width)
+@shapes("attention")
+def _attention_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor | None,
+    key_spans: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    two, batch, heads, length, width = q.shape
+    out = q.new_empty(two, batch, length, heads, width).transpose(2, 3)
+    lse = q.new_empty(batch, heads, length, dtype=torch.float32)
+    return out, lse, torch.empty_like(lse)
 
 
-def _apply_mask(
-    s: Tensor, mask: Tensor | None, causal: bool, heads: tuple[int, int, int]
-) -> Tensor:
-    """s [B * Hkv, G * Sq, Sk] with the mask added, in place."""
-    batch, kv_heads, groups = heads
-    length, keys = s.shape[1] // groups, s.shape[2]
-    full = s.view(batch, kv_heads * groups, length, keys)
-    if mask is not None:
-        if mask.dtype == torch.bool:
-            full.masked_fill_(mask.logical_not(), -torch.inf)
-        else:
-            full.add_(mask)
-    if causal:
-        future = torch.ones(length, keys, dtype=torch.bool, device=s.device).triu_(1)
-        full.masked_fill_(future, -torch.inf)
-    return s
+@shapes("attention_backward")
+def _attention_backward_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.transpose(2, 3).shape).transpose(2, 3) for x in (q, k, v))
 
 
-class _Attention(torch.autograd.Function):
+class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: Tensor | None,
+        spans: Tensor | None,
+        key_spans: Tensor | None,
         causal: bool,
         scale: float,
     ) -> Tensor:
-        kv_heads = k.shape[2]
-        heads = (q.shape[1], kv_heads, q.shape[2] // kv_heads)
-        with no_autocast(q):
-            q0, q1 = _grouped(widen(q), kv_heads) * scale
-            k0, k1 = widen(k).flatten(1, 2)
-            v0, v1 = widen(v).flatten(1, 2)
-            s = _apply_mask(q0 @ k0.mT, mask, causal, heads)
-            s_dot = torch.baddbmm(q1 @ k0.mT, q0, k1.mT)
-            p, p_dot = softmax_forward(s, s_dot, empty_rows=True)
-            out = torch.stack((p @ v0, torch.baddbmm(p_dot @ v0, p, v1)))
-        ctx.save_for_backward(q, k, v, p, p_dot)
-        ctx.scale = scale
-        return out.view(*q.shape[:-1], v.shape[-1]).to(q.dtype)
+        forward = compiled("attention", q)
+        assert forward is not None
+        out, lse, mu = forward(q, k, v, spans, key_spans, causal, scale)
+        ctx.save_for_backward(q, k, v, out, lse, mu, spans, key_spans)
+        ctx.options = causal, scale
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, p, p_dot = ctx.saved_tensors
-        kv_heads = k.shape[2]
-        with no_autocast(q):
-            q0, q1 = _grouped(widen(q), kv_heads) * ctx.scale
-            k0, k1 = widen(k).flatten(1, 2)
-            v0, v1 = widen(v).flatten(1, 2)
-            g, b = _grouped(widen(grad), kv_heads)
-            v_grad = torch.stack((torch.baddbmm(p_dot.mT @ b, p.mT, g), p.mT @ b))
-            s_bar, s_dot_bar = softmax_backward(
-                torch.baddbmm(g @ v0.mT, b, v1.mT), b @ v0.mT, p, p_dot
-            )
-            q_bar = torch.baddbmm(s_bar @ k0, s_dot_bar, k1)
-            q_grad = torch.stack((q_bar, s_dot_bar @ k0)).mul_(ctx.scale)
-            k_bar = torch.baddbmm(s_bar.mT @ q0, s_dot_bar.mT, q1)
-            k_grad = torch.stack((k_bar, s_dot_bar.mT @ q0))
-        return (
-            q_grad.view(q.shape).to(q.dtype),
-            k_grad.view(k.shape).to(k.dtype),
-            v_grad.view(v.shape).to(v.dtype),
-            None,
-            None,
-            None,
-        )
+        q, k, v, out, lse, mu, spans, key_spans = ctx.saved_tensors
+        backward = compiled("attention_backward", q)
+        if backward is None:
+            raise RuntimeError("attention: the backend was switched between forward and backward")
+        bars = backward(grad, q, k, v, out, lse, mu, spans, key_spans, *ctx.options)
+        return (*bars, None, None, None, None)
 
 
 def attention(
@@ -107,6 +87,8 @@ def attention(
     mask: Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
+    *,
+    spans: Spans | None = None,
 ) -> Tensor:
     """Dual scaled-dot-product attention.
 
@@ -115,16 +97,48 @@ def attention(
         k: [2, B, Hkv, Sk, D], H a multiple of Hkv (grouped heads).
         v: [2, B, Hkv, Sk, Dv].
         mask: broadcastable to [B, H, Sq, Sk]; boolean (True = attend) or added to the logits.
-            It gets no gradient.
+            It gets no gradient. Boolean masks in which every query sees one interval of keys
+            (padding, causal, sliding windows, packed documents) take the fused kernel.
         causal: keep key j for query i where j <= i.
         scale: of the logits; D^-1/2 by default.
+        spans: the interval of keys of each query, instead of `mask` and `causal`; packed documents
+            are `Spans.of_documents`.
 
     Returns:
-        [2, B, H, Sq, Dv] in q's dtype; fully masked rows give 0. 16-bit inputs compute in fp32.
+        [2, B, H, Sq, Dv] in q's dtype and the memory order [2, B, Sq, H, Dv]; fully masked rows
+        give 0. 16-bit inputs compute in fp32. O(Sq + Sk) memory.
 
     Raises:
-        ValueError: shapes do not fit together.
+        ValueError: shapes do not fit together, or `spans` comes with `mask` or `causal`.
     """
+    _check(q, k, v, spans)
+    if spans is not None and (mask is not None or causal):
+        raise ValueError("attention: spans must be None when mask or causal is given")
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1:
+        spans, mask, causal = _as_spans(q, k, mask, causal)
+    fused = mask is None and q.dtype == k.dtype == v.dtype and v.shape[-1] == q.shape[-1] <= 256
+    if fused and compiled("attention", q) is not None:
+        queries, keys = (None, None) if spans is None else (spans.queries, spans.keys)
+        return _Fused.apply(q, k, v, queries, keys, causal, scale)
+    queries = None if spans is None else spans.queries
+    return BlockedAttention.apply(q, k, v, queries, mask, causal, scale)
+
+
+def _as_spans(
+    q: Tensor, k: Tensor, mask: Tensor, causal: bool
+) -> tuple[Spans | None, Tensor | None, bool]:
+    """Spans for a boolean mask that has the form, else the mask."""
+    if causal:
+        ones = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
+        mask = mask & ones.tril_()
+    full = mask.expand(mask.shape[0], 1, q.shape[-2], k.shape[-2])
+    spans = Spans.of_mask(full)
+    return (None, full, False) if spans is None else (spans, None, False)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> None:
     if k.shape[:4] != v.shape[:4] or q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             "attention: expected q [2, B, H, Sq, D], k [2, B, Hkv, Sk, D], v [2, B, Hkv, Sk, Dv], "
@@ -135,6 +149,12 @@ def attention(
             f"attention: the heads of q must be a multiple of those of k, "
             f"got {q.shape[2]} and {k.shape[2]}"
         )
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    return _Attention.apply(q, k, v, mask, causal, scale)
+    if spans is None:
+        return
+    batch = q.shape[1]
+    for given, length in ((spans.queries, q.shape[3]), (spans.keys, k.shape[3])):
+        if given.shape not in ((1, length, 2), (batch, length, 2)) or given.dtype != torch.int32:
+            raise ValueError(
+                f"attention: expected spans int32 [B or 1, {length}, 2], got {given.dtype} "
+                f"{list(given.shape)}"
+            )

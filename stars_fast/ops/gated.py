@@ -16,53 +16,75 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.pointwise import DERIVATIVES
 from stars_fast.ops.precision import widen
 
 
+@plain("gated")
+def _gated(g: Tensor, u: Tensor, name: str, dual: bool) -> Tensor:
+    wide_g, wide_u = widen(g).contiguous(), widen(u).contiguous()
+    if not dual:
+        return (DERIVATIVES[name](wide_g)[0] * wide_u).to(g.dtype)
+    (x, x_dot), (u0, u_dot) = wide_g.unbind(0), wide_u.unbind(0)
+    f, f1, _ = DERIVATIVES[name](x)
+    return torch.stack((f * u0, torch.addcmul(f1 * x_dot * u0, f, u_dot))).to(g.dtype)
+
+
+@plain("gated_backward")
+def _gated_backward(
+    grad: Tensor, g: Tensor, u: Tensor, name: str, dual: bool
+) -> tuple[Tensor, Tensor]:
+    wide_g, wide_u, bar = (widen(x).contiguous() for x in (g, u, grad))
+    if not dual:
+        f, f1, _ = DERIVATIVES[name](wide_g)
+        return (bar * f1 * wide_u).to(g.dtype), (bar * f).to(u.dtype)
+    (x, x_dot), (u0, u_dot), (a, b) = wide_g.unbind(0), wide_u.unbind(0), bar.unbind(0)
+    f, f1, f2 = DERIVATIVES[name](x)
+    slope = f1 * u0
+    g_bar = torch.addcmul(a * slope, b, torch.addcmul(f1 * u_dot, f2, x_dot * u0))
+    u_bar = torch.addcmul(a * f, b, f1 * x_dot)
+    return torch.stack((g_bar, b * slope)).to(g.dtype), torch.stack((u_bar, b * f)).to(u.dtype)
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, u: Tensor, name: str) -> Tensor:
+    def forward(ctx: Any, g: Tensor, u: Tensor, name: str, dual: bool) -> Tensor:
         ctx.save_for_backward(g, u)
-        ctx.name = name
-        (x, x_dot), (u0, u_dot) = widen(g).unbind(0), widen(u).unbind(0)
-        f, f1, _ = DERIVATIVES[name](x)
-        y_dot = torch.addcmul(f1 * x_dot * u0, f, u_dot)
-        return torch.stack((f * u0, y_dot)).to(torch.promote_types(g.dtype, u.dtype))
+        ctx.options = name, dual
+        return implementation("gated", g, name)(g, u, name, dual)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         g, u = ctx.saved_tensors
-        (x, x_dot), (u0, u_dot) = widen(g).unbind(0), widen(u).unbind(0)
-        a, b = widen(grad).unbind(0)
-        f, f1, f2 = DERIVATIVES[ctx.name](x)
-        slope = f1 * u0
-        g_bar = torch.addcmul(a * slope, b, torch.addcmul(f1 * u_dot, f2, x_dot * u0))
-        u_bar = torch.addcmul(a * f, b, f1 * x_dot)
-        g_grad = torch.stack((g_bar, b * slope)).to(g.dtype)
-        u_grad = torch.stack((u_bar, b * f)).to(u.dtype)
-        return g_grad, u_grad, None
+        backward = implementation("gated_backward", g, ctx.options[0])
+        g_bar, u_bar = backward(grad, g, u, *ctx.options)
+        return g_bar, u_bar, None, None
 
 
-def gated(g: Tensor, u: Tensor, activation: str = "silu") -> Tensor:
-    """Dual `f(g) * u`.
+def gated(g: Tensor, u: Tensor, activation: str = "silu", *, dual: bool = True) -> Tensor:
+    """`f(g) * u`.
 
     Args:
-        g: [2, ..., D], goes through the activation.
-        u: [2, ..., D], same shape.
+        g: [2, ..., D], or [..., D] with `dual=False`; goes through the activation.
+        u: the same shape and dtype.
         activation: a key of `pointwise.DERIVATIVES`.
+        dual: whether `g` and `u` are stacks of primal and tangent.
 
     Returns:
-        [2, ..., D].
+        g's shape and dtype. 16-bit inputs are computed in fp32.
 
     Raises:
-        ValueError: shapes differ, or the activation is unknown.
+        ValueError: shapes or dtypes differ, or the activation is unknown.
     """
-    if g.shape != u.shape:
-        raise ValueError(f"gated: u must have g's shape {list(g.shape)}, got {list(u.shape)}")
+    if g.shape != u.shape or g.dtype != u.dtype:
+        raise ValueError(
+            f"gated: u must have g's shape {list(g.shape)} and dtype {g.dtype}, "
+            f"got {list(u.shape)}, {u.dtype}"
+        )
     if activation not in DERIVATIVES:
         raise ValueError(
             f"gated: activation must be one of {sorted(DERIVATIVES)}, got {activation!r}"
         )
-    return _Gated.apply(g, u, activation)
+    return _Gated.apply(g, u, activation, dual)

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stars_fast.ops.precision import widen
+from stars_fast.ops.library import implementation, plain
+from stars_fast.ops.precision import in_dtype, widen
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -130,39 +131,57 @@ DERIVATIVES: dict[str, Callable[[Tensor], Triple]] = {
 }
 
 
+@plain("pointwise")
+def _pointwise(x: Tensor, name: str, dual: bool) -> Tensor:
+    wide = widen(x).contiguous()
+    if not dual:
+        return DERIVATIVES[name](wide)[0].to(x.dtype)
+    f, f1, _ = DERIVATIVES[name](wide[0])
+    return torch.stack((f, f1 * wide[1])).to(x.dtype)
+
+
+@plain("pointwise_backward")
+def _pointwise_backward(grad: Tensor, x: Tensor, name: str, dual: bool) -> Tensor:
+    wide, g = widen(x).contiguous(), widen(grad).contiguous()
+    if not dual:
+        return (DERIVATIVES[name](wide)[1] * g).to(x.dtype)
+    _, f1, f2 = DERIVATIVES[name](wide[0])
+    x_bar = torch.addcmul(f1 * g[0], f2, wide[1] * g[1])
+    return torch.stack((x_bar, f1 * g[1])).to(x.dtype)
+
+
 class _Pointwise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, x: Tensor, name: str, dual: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.name = name
-        wide = widen(x)
-        f, f1, _ = DERIVATIVES[name](wide[0])
-        return torch.stack((f, f1 * wide[1])).to(dtype)
+        ctx.options = name, dual
+        return implementation("pointwise", x, name)(x, name, dual)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        wide, g = widen(x), widen(g)
-        _, f1, f2 = DERIVATIVES[ctx.name](wide[0])
-        x_bar = torch.addcmul(f1 * g[0], f2, wide[1] * g[1])
-        return torch.stack((x_bar, f1 * g[1])).to(x.dtype), None, None
+        backward = implementation("pointwise_backward", x, ctx.options[0])
+        return backward(grad, x, *ctx.options), None, None
 
 
-def pointwise(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Dual elementwise function.
+def pointwise(
+    x: Tensor, name: str, dtype: torch.dtype | None = None, *, dual: bool = True
+) -> Tensor:
+    """Elementwise function.
 
     Args:
-        x: [2, ...].
+        x: [2, ...], or [...] with `dual=False`.
         name: a key of `DERIVATIVES`.
         dtype: of the result; by default that of `x`.
+        dual: whether `x` is a stack of primal and tangent.
 
     Returns:
-        [2, ...]. 16-bit inputs are computed in fp32.
+        x's shape. 16-bit inputs are computed in fp32.
 
     Raises:
         ValueError: `name` is unknown.
     """
     if name not in DERIVATIVES:
         raise ValueError(f"pointwise: name must be one of {sorted(DERIVATIVES)}, got {name!r}")
-    return _Pointwise.apply(x, name, dtype or x.dtype)
+    return in_dtype(lambda x: _Pointwise.apply(x, name, dual), x, dtype)

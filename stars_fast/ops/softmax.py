@@ -5,7 +5,7 @@ With mu = sum(y x_dot):
 With D = sum(y y_dot_bar), D_dot = sum(y y_bar + y_dot y_dot_bar), E = y_dot_bar - D:
     x_dot_bar = y E
     x_bar     = y_dot E + y (y_bar - D_dot)
-`softmax_forward` may give rows of -inf the weight 0, as attention does; torch.softmax gives NaN.
+Rows of -inf give NaN, as torch.softmax does.
 """
 
 from __future__ import annotations
@@ -16,44 +16,55 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from stars_fast.ops.precision import widen
+from stars_fast.ops.library import implementation, plain
+from stars_fast.ops.precision import in_dtype, widen
 
 
-def softmax_forward(x: Tensor, x_dot: Tensor, empty_rows: bool = False) -> tuple[Tensor, Tensor]:
-    """y and y_dot. `x_dot` is overwritten with y_dot. With `empty_rows` rows of -inf give 0."""
-    y = torch.softmax(x, -1)
-    if empty_rows and x.numel():
-        y = y.masked_fill_(x.amax(-1, keepdim=True).eq(-torch.inf), 0.0)
-    mu = (y * x_dot).sum(-1, keepdim=True)
-    return y, x_dot.sub_(mu).mul_(y)
+@plain("softmax")
+def _softmax(x: Tensor, dual: bool) -> Tensor:
+    wide = widen(x).contiguous()
+    if not dual:
+        return torch.softmax(wide, -1).to(x.dtype)
+    y = torch.softmax(wide[0], -1)
+    mu = (y * wide[1]).sum(-1, keepdim=True)
+    return torch.stack((y, (wide[1] - mu) * y)).to(x.dtype)
 
 
-def softmax_backward(a: Tensor, b: Tensor, y: Tensor, y_dot: Tensor) -> tuple[Tensor, Tensor]:
-    """x_bar and x_dot_bar from the cotangents a of y and b of y_dot. Both are overwritten."""
-    d_dot = (y * a).sum(-1, keepdim=True) + (y_dot * b).sum(-1, keepdim=True)
-    e = b.sub_((y * b).sum(-1, keepdim=True))
-    x_bar = a.sub_(d_dot).mul_(y).addcmul_(y_dot, e)
-    return x_bar, e.mul_(y)
+@plain("softmax_backward")
+def _softmax_backward(grad: Tensor, y: Tensor, dual: bool) -> Tensor:
+    wide, g = widen(y).contiguous(), widen(grad).contiguous()
+    if not dual:
+        return ((g - (g * wide).sum(-1, keepdim=True)) * wide).to(y.dtype)
+    e = g[1] - (g[1] * wide[0]).sum(-1, keepdim=True)
+    d_dot = (g * wide).sum(0).sum(-1, keepdim=True)
+    x_bar = torch.addcmul((g[0] - d_dot) * wide[0], wide[1], e)
+    return torch.stack((x_bar, e * wide[0])).to(y.dtype)
 
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        wide = widen(x).to(torch.promote_types(x.dtype, dtype))
-        ctx.in_dtype = x.dtype
-        out = torch.stack(softmax_forward(wide[0], wide[1].clone())).to(dtype)
-        ctx.save_for_backward(out)
-        return out
+    def forward(ctx: Any, x: Tensor, dual: bool) -> Tensor:
+        y = implementation("softmax", x)(x, dual)
+        ctx.save_for_backward(y)
+        ctx.dual = dual
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
-        (out,) = ctx.saved_tensors
-        out, g = widen(out), widen(g)
-        grads = softmax_backward(g[0].clone(), g[1].clone(), out[0], out[1])
-        return torch.stack(grads).to(ctx.in_dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        return implementation("softmax_backward", y)(grad, y, ctx.dual), None
 
 
-def softmax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Dual softmax over the last dimension: x [2, ..., N] -> [2, ..., N] in `dtype` (or x's)."""
-    return _Softmax.apply(x, dtype or x.dtype)
+def softmax(x: Tensor, dtype: torch.dtype | None = None, *, dual: bool = True) -> Tensor:
+    """Softmax over the last dimension.
+
+    Args:
+        x: [2, ..., N], or [..., N] with `dual=False`.
+        dtype: of the result; by default that of `x`.
+        dual: whether `x` is a stack of primal and tangent.
+
+    Returns:
+        x's shape. 16-bit inputs are computed in fp32.
+    """
+    return in_dtype(lambda x: _Softmax.apply(x, dual), x, dtype)

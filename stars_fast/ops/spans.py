@@ -1,0 +1,102 @@
+"""Which keys a query sees, as one interval a query: what the attention kernels understand.
+
+Causal and full attention, packed documents, left and right padding and sliding windows are all of
+this form. Query i sees keys [queries[b, i, 0], queries[b, i, 1]); `keys` is the same seen from the
+other side, the queries that see key j.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Spans of the boolean masks met so far: a model hands the same mask to each of its layers, cut anew.
+_of_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Intervals of keys and of queries.
+
+    Attributes:
+        queries: int32 [B or 1, Sq, 2]: first key of each query, and the one after its last.
+        keys: int32 [B or 1, Sk, 2]: first query that sees each key, and the one after the last.
+    """
+
+    queries: Tensor
+    keys: Tensor
+
+    @classmethod
+    def of_documents(
+        cls, cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, causal: bool
+    ) -> Spans:
+        """Documents packed in a row: query i of a document sees its keys (the first i + 1 of them
+        if causal).
+
+        Args:
+            cu_q, cu_k: [n + 1] integers, rising from 0 to `total_q` and `total_k`.
+        """
+        from_queries = _documents(cu_q, cu_k, total_q)
+        from_keys = _documents(cu_k, cu_q, total_k)
+        if causal:
+            start, stop, place = from_queries
+            from_queries = start, torch.minimum(stop, start + place + 1), place
+            start, stop, place = from_keys
+            from_keys = torch.minimum(start + place, stop), stop, place
+        return cls(_pack(from_queries), _pack(from_keys))
+
+    @classmethod
+    def of_mask(cls, mask: Tensor) -> Spans | None:
+        """Of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where a query's keys have
+        gaps. The answer is kept as long as the mask lives and does not change."""
+        owner = mask if mask._base is None else mask._base
+        known = _of_masks.setdefault(owner, {})
+        key = (mask._version, mask.storage_offset(), mask.shape, mask.stride())
+        if key not in known:
+            known[key] = cls._of_mask(mask[:, 0])
+        return known[key]
+
+    @classmethod
+    def _of_mask(cls, mask: Tensor) -> Spans | None:
+        queries, contiguous = _hull(mask)
+        if not contiguous.item():
+            return None
+        return cls(queries, _hull(mask.mT)[0])
+
+
+def _documents(cu: Tensor, other: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token: start and stop of its document on the other side, and its place in it."""
+    token = torch.arange(total, device=cu.device)
+    document = torch.searchsorted(cu[1:].contiguous(), token, right=True)
+    return other[document], other[document + 1], token - cu[document]
+
+
+def _pack(parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return torch.stack(parts[:2], -1).to(torch.int32).unsqueeze(0)
+
+
+def _hull(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, n, 2]: the interval from the first to the last True of each row, and whether every row
+    is full between them."""
+    size = mask.shape[-1]
+    count = mask.sum(-1)
+    first = mask.to(torch.uint8).argmax(-1)
+    last = size - mask.flip(-1).to(torch.uint8).argmax(-1)
+    last = torch.where(count > 0, last, first)
+    return torch.stack((first, last), -1).to(torch.int32), (count == last - first).all()
+
+
+def causal_spans(length: int, keys: int, device: Any) -> Tensor:
+    """[1, length, 2]: query i sees keys j <= i."""
+    stop = torch.arange(1, length + 1, dtype=torch.int32, device=device).clamp_max_(keys)
+    return torch.stack((torch.zeros_like(stop), stop), -1).unsqueeze(0)
+
+
+def full_spans(length: int, keys: int, device: Any) -> Tensor:
+    """[1, length, 2]: every query sees every key."""
+    stop = torch.full((length,), keys, dtype=torch.int32, device=device)
+    return torch.stack((torch.zeros_like(stop), stop), -1).unsqueeze(0)
