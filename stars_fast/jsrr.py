@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.run import dual_pass
+from stars_fast.ops.seed import can_seed
 from stars_fast.rows import Rows, choose_rows, take_rows
 
 Block = Callable[..., Any]
@@ -181,35 +182,49 @@ def fused_jsrr(
     if detach:
         h = h.detach()
     rows = Rows.of(h, mask, cu_seqlens)
-    if v is None:
-        v = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
-    else:
+    if v is not None:
         _check_v(v, h)
-        v = v.to(rows.dtype)
 
     if fraction < 1.0:
         chosen = choose_rows(rows.count, fraction, generator, h.device)
         if cu_seqlens is None and not return_output:
             length = h.shape[1]
             size = h.shape[0]
-            h, v, rows = h[chosen], v[chosen], rows.take(chosen)
+            h, rows = h[chosen], rows.take(chosen)
+            v = None if v is None else v[chosen]
             args, kwargs = take_rows((args, kwargs), chosen, size, length)
         else:
             rows = rows.keep(chosen)
 
-    output = h
+    stack = _seed(h, v, rows, normalize, generator)
     for step in range(power_steps):
         last = step == power_steps - 1
-        u = rows.unit_rms(v, normalize).to(h.dtype)
         with torch.set_grad_enabled(torch.is_grad_enabled() and (last or through_power_steps)):
-            output, v = dual_pass(block, torch.stack((h, u)), args, kwargs)
-        if v.shape != h.shape:
-            raise ValueError(
-                f"block: expected an output of h's shape {list(h.shape)}, got {list(v.shape)}"
-            )
-        v = v.to(rows.dtype)
+            output, v = dual_pass(block, stack, args, kwargs)
+            if v.shape != h.shape:
+                raise ValueError(
+                    f"block: expected an output of h's shape {list(h.shape)}, got {list(v.shape)}"
+                )
+            if not last:
+                u = rows.unit_rms(v.to(rows.dtype), normalize)
+                stack = torch.stack((h, u.to(h.dtype)))
     loss = rows.mean_square(v, normalize)
     return (output, loss) if return_output else loss
+
+
+def _seed(
+    h: Tensor,
+    v: Tensor | None,
+    rows: Rows,
+    normalize: str,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """[2, *h.shape]: h and the direction, of unit RMS on each sample."""
+    if v is None and can_seed(h) and not h.requires_grad:
+        return rows.seeded(h, generator, normalize)
+    if v is None:
+        v = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
+    return torch.stack((h, rows.unit_rms(v.to(rows.dtype), normalize).to(h.dtype)))
 
 
 def _check_h(h: Any) -> None:

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from stars_fast.ops.seed import draw_seed, normal_squares, seed_stack
+from stars_fast.ops.squares import row_squares
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -22,12 +25,14 @@ class Rows:
             None where all are real.
         sizes: [n], real entries of each sample.
         owner: [total], the document of each token of a packed row; None for a plain batch.
+        lengths: [n], tokens of each document of a packed row; None for a plain batch.
         weight: [n], 0 for samples that do not count (empty, or not drawn), else 1.
     """
 
     valid: Tensor | None
     sizes: Tensor
     owner: Tensor | None
+    lengths: Tensor | None
     weight: Tensor
 
     @property
@@ -57,7 +62,7 @@ class Rows:
         width = h.shape[1:].numel()
         if mask is None:
             sizes = torch.full((h.shape[0],), width, dtype=dtype, device=h.device)
-            return cls(None, sizes, None, torch.ones_like(sizes))
+            return cls(None, sizes, None, None, torch.ones_like(sizes))
         if not isinstance(mask, Tensor):
             raise TypeError(f"mask: expected a tensor, got {type(mask).__name__}")
         if h.dim() != 3 or mask.shape != h.shape[:2]:
@@ -67,7 +72,7 @@ class Rows:
             )
         valid = (mask != 0).to(h.device, dtype)
         sizes = valid.sum(1) * h.shape[-1]
-        return cls(valid.unsqueeze(-1), sizes, None, (sizes > 0).to(dtype))
+        return cls(valid.unsqueeze(-1), sizes, None, None, (sizes > 0).to(dtype))
 
     @classmethod
     def _packed(cls, h: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> Rows:
@@ -90,24 +95,27 @@ class Rows:
         documents = torch.arange(len(lengths), device=h.device)
         owner = torch.repeat_interleave(documents, lengths, output_size=total)
         sizes = lengths.to(dtype) * h.shape[-1]
-        return cls(None, sizes, owner, (sizes > 0).to(dtype))
+        return cls(None, sizes, owner, lengths, (sizes > 0).to(dtype))
 
     def take(self, chosen: Tensor) -> Rows:
         """The samples `chosen` of a plain batch, cut out."""
         valid = None if self.valid is None else self.valid[chosen]
-        return Rows(valid, self.sizes[chosen], None, self.weight[chosen])
+        return Rows(valid, self.sizes[chosen], None, None, self.weight[chosen])
 
     def keep(self, chosen: Tensor) -> Rows:
         """All samples in place, only `chosen` of them counting."""
         drawn = torch.zeros_like(self.weight).index_fill_(0, chosen, 1.0)
         return replace(self, weight=self.weight * drawn)
 
-    def _square_sums(self, x: Tensor) -> Tensor:
-        """[n]: sum of squares over the real entries of each sample."""
-        square = x.square() if self.valid is None else x.square() * self.valid
-        if self.owner is None:
-            return square.flatten(1).sum(1)
-        return square.new_zeros(self.count).index_add(0, self.owner, square[0].sum(-1))
+    def _sample_sums(self, squares: Tensor) -> Tensor:
+        """[n]: sums over the real entries of each sample, from those over the last dimension."""
+        if self.valid is not None:
+            squares = squares * self.valid.squeeze(-1)
+        if self.lengths is None:
+            return squares.reshape(self.count, -1).sum(1)
+        return torch.segment_reduce(
+            squares[0], "sum", lengths=self.lengths, unsafe=True, initial=0.0
+        )
 
     def _spread(self, per_sample: Tensor, x: Tensor) -> Tensor:
         """[n] -> broadcastable to x."""
@@ -115,20 +123,31 @@ class Rows:
             return per_sample.view(-1, *[1] * (x.dim() - 1))
         return per_sample[self.owner].view(1, -1, 1)
 
-    def unit_rms(self, v: Tensor, normalize: str) -> Tensor:
-        """v with unit RMS over the real entries of each sample (or of the batch), 0 elsewhere."""
-        if self.valid is not None:
-            v = v * self.valid
-        sums, sizes = self._square_sums(v) * self.weight, self.sizes * self.weight
+    def _factors(self, squares: Tensor, x: Tensor, normalize: str) -> Tensor:
+        """What gives x unit RMS over the real entries of each sample (or of the batch), and 0
+        elsewhere; broadcastable to x. `squares`: the sums of x^2 over the last dimension."""
+        sums, sizes = self._sample_sums(squares) * self.weight, self.sizes * self.weight
         if normalize == "batch":
             sums, sizes = sums.sum().expand(self.count), sizes.sum().expand(self.count)
-        # Where v vanishes any factor will do; 1 keeps the gradient of the root finite.
+        # Where x vanishes any factor will do; 1 keeps the gradient of the root finite.
         factor = torch.where(sums > 0, sizes / torch.where(sums > 0, sums, 1.0), 1.0).sqrt()
-        return v * self._spread(factor * self.weight, v)
+        factors = self._spread(factor * self.weight, x)
+        return factors if self.valid is None else factors * self.valid
+
+    def unit_rms(self, v: Tensor, normalize: str) -> Tensor:
+        """v with unit RMS over the real entries of each sample (or of the batch), 0 elsewhere."""
+        return v * self._factors(row_squares(v), v, normalize)
+
+    def seeded(self, h: Tensor, generator: torch.Generator | None, normalize: str) -> Tensor:
+        """[2, ...]: h and a random direction of unit RMS that is never stored by itself."""
+        seed = draw_seed(generator, h.device)
+        factors = self._factors(normal_squares(seed, h), h, normalize)
+        return seed_stack(h, seed, factors.squeeze(-1).expand(h.shape[:-1]).contiguous())
 
     def mean_square(self, jv: Tensor, normalize: str) -> Tensor:
         """The loss from J u: mean over samples of the mean square over their real entries."""
-        sums, sizes = self._square_sums(jv) * self.weight, self.sizes * self.weight
+        sums = self._sample_sums(row_squares(jv)) * self.weight
+        sizes = self.sizes * self.weight
         if normalize == "batch":
             return sums.sum() / sizes.sum().clamp_min(1.0)
         means = sums / torch.where(sizes > 0, sizes, 1.0)

@@ -86,3 +86,36 @@ def assert_dual_matches(run, f, h, v, leaves, tolerance=FP64):
             else:
                 error = relative_error(mine, theirs)
                 assert error <= tolerance, f"gradient of {list(leaf.shape)}: {error}"
+
+
+def randn(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def check(op, ref, stacks, plains=(), tolerance=FP64):
+    """`op(*stacks, *plains)` against torch.func.jvp of `ref` and autograd of that."""
+    stacks = [s.detach().requires_grad_() for s in stacks]
+    plains = [p.detach().requires_grad_() for p in plains]
+    leaves = stacks + plains
+    out = op(*stacks, *plains)
+    y, y_dot = torch.func.jvp(
+        lambda *x: ref(*x, *plains), tuple(s[0] for s in stacks), tuple(s[1] for s in stacks)
+    )
+    assert relative_error(out[0], y) <= tolerance
+    assert relative_error(out[1], y_dot) <= tolerance
+    for halves in ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0)):
+        bar = randn(*out.shape, seed=7) * torch.tensor(halves).view(2, *[1] * (out.dim() - 1))
+        got = torch.autograd.grad(out, leaves, bar, retain_graph=True)
+        expected = torch.autograd.grad((y, y_dot), leaves, (bar[0], bar[1]), retain_graph=True)
+        for mine, theirs in zip(got, expected, strict=True):
+            for a, b in zip(mine, theirs, strict=True):  # primal and tangent halves apart
+                assert relative_error(a, b) <= tolerance
+
+
+def attention_inputs(batch, heads, kv_heads, length, keys, width, value_width=None):
+    return [
+        randn(2, batch, heads, length, width),
+        randn(2, batch, kv_heads, keys, width, seed=1),
+        randn(2, batch, kv_heads, keys, value_width or width, seed=2),
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stars_fast.dual.registry import observe
 from stars_fast.dual.run import dual_pass
+from stars_fast.ops.library import watch
 
 _MEANING = {
     "fused": "one op with its own dual forward and backward",
@@ -24,9 +25,15 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `ops` maps (op, path) to a count, in order of first appearance."""
+    """What `explain` found.
+
+    Attributes:
+        ops: (op, path) -> number of calls, in order of first appearance.
+        backends: fused op -> what computed it: torch, cpp, triton or cuda; several joined by "+".
+    """
 
     ops: dict[tuple[str, str], int]
+    backends: dict[str, str] = field(default_factory=dict)
 
     def count(self, path: str) -> int:
         """How many calls took a path: fused, stacked, product, in-place or fallback."""
@@ -39,8 +46,10 @@ class Explanation:
 
     def __str__(self) -> str:
         width = max((len(name) for name, _ in self.ops), default=2)
-        lines = [f"{'op':<{width}}  {'path':<9} calls"]
-        lines += [f"{name:<{width}}  {kind:<9} {n:>5}" for (name, kind), n in self.ops.items()]
+        lines = [f"{'op':<{width}}  {'path':<9} calls  backend"]
+        for (name, kind), n in self.ops.items():
+            backend = self.backends.get(name, "") if kind == "fused" else ""
+            lines.append(f"{name:<{width}}  {kind:<9} {n:>5}  {backend}".rstrip())
         lines.append("")
         lines += [
             f"{kind}: {self.count(kind)} calls, {meaning}"
@@ -65,18 +74,28 @@ def explain(
         args, kwargs: further arguments of `block`.
 
     Returns:
-        An `Explanation`; `print` it for a table, `.fallbacks` lists the ops without a rule.
+        An `Explanation`; `print` it for a table, `.fallbacks` lists the ops without a rule,
+        `.backends` says where the fused ops run.
     """
     seen: Counter[tuple[str, str]] = Counter()
+    backends: dict[str, str] = {}
+    picked: list[str] = []
 
     def note(name: str, kind: str) -> None:
-        if kind != "primal":
-            seen[name, kind] += 1
+        if kind == "primal":
+            return
+        seen[name, kind] += 1
+        if kind == "fused":
+            known = backends.get(name, "").split("+")
+            backends[name] = "+".join(sorted({*known, *picked} - {""}))
+        picked.clear()
 
     stop = observe(note)
+    watch(picked.append)
     try:
         with torch.no_grad():
             dual_pass(block, torch.stack((h, torch.ones_like(h))), args, kwargs or {})
     finally:
+        watch(None)
         stop()
-    return Explanation(dict(seen))
+    return Explanation(dict(seen), backends)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from stars_fast import ops
 from stars_fast.dual.registry import report
+from stars_fast.dual.rotary import adopt_rotary
 from stars_fast.dual.tensor import Dual
 from stars_fast.ops import reference
 
@@ -43,8 +44,10 @@ def adopt(block: Any) -> None:
         cls = type(module)
         if cls not in _seen:
             _seen.add(cls)
-            foreign = not cls.__module__.startswith("torch.")
-            if foreign and _recognise(cls.forward, module) is not None:
+            if cls.__module__.startswith("torch."):
+                continue
+            adopt_rotary(cls)
+            if _recognise(cls.forward, module) is not None:
                 _install(cls)
 
 
@@ -181,8 +184,9 @@ def _as_rms_norm(forward: Forward, module: nn.Module) -> Forward | None:
             if weight_dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
                 return None  # a mixture that the trials did not cover
             dtype = dtype if keeps_dtype else weight_dtype
+        result = Dual(ops.rms_norm(x.stack, weight, eps, dtype))
         report(name, "fused")
-        return Dual(ops.rms_norm(x.stack, weight, eps, dtype))
+        return result
 
     return fused
 
@@ -238,7 +242,8 @@ def _match_mlp(forward: Forward, module: nn.Module, names: tuple[str, str, str])
 
     def fused(module: Any, x: Dual) -> Any:
         g, u = getattr(module, names[0])(x), getattr(module, names[1])(x)
+        hidden = Dual(ops.gated(g.stack, u.stack, activation))
         report(name, "fused")
-        return getattr(module, names[2])(Dual(ops.gated(g.stack, u.stack, activation)))
+        return getattr(module, names[2])(hidden)
 
     return fused

@@ -100,10 +100,12 @@ class _Tiling:
         bounds = torch.stack((*first, *last)).tolist() if first else []
         heads = self.batch * self.kv_heads
         for i, j0, j1 in zip(starts, bounds, bounds[len(starts) :], strict=False):
+            if j0 >= j1:
+                continue  # no query of the block sees a key: zeros stay zeros
             queries = slice(i, min(i + _QUERIES, self.length))
-            keys = slice(min(j0, j1), j1)
+            keys = slice(j0, j1)
             rows = self.groups * (queries.stop - i)
-            step = max(1, _TILE // max(1, rows * (j1 - keys.start)))
+            step = max(1, _TILE // (rows * (j1 - j0)))
             for n in range(0, heads, step):
                 chunk = slice(n, min(n + step, heads))
                 spans = self.spans if len(self.spans) == 1 else self.spans[chunk]
@@ -111,7 +113,7 @@ class _Tiling:
                     chunk,
                     queries,
                     keys,
-                    (spans[:, queries] - keys.start).clamp_min_(0),
+                    (spans[:, queries] - j0).clamp_min_(0),
                     None if self.mask is None else self.mask[chunk, :, queries, keys],
                 )
 
@@ -229,6 +231,6 @@ def _split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
 
 
 def _joined(x: Tensor, q: Tensor) -> Tensor:
-    """[2, B * Hkv, G, Sq, D] -> [2, B, H, Sq, D] in q's dtype and the memory order [.., Sq, H, D]."""
+    """[2, B * Hkv, G, Sq, D] -> [2, B, H, Sq, D] in q's dtype and memory order [.., Sq, H, D]."""
     full = x.view(*q.shape[:-1], x.shape[-1])
     return full.transpose(2, 3).to(q.dtype).contiguous().transpose(2, 3)

@@ -37,8 +37,9 @@ SCHEMAS = {
     "float eps_out, float eps_in, bool dual) -> (Tensor, Tensor)",
     # -> branch_bar ([0] without weight_out: it is residual_bar), residual_bar, weight_out_bar ([0]
     # without), weight_in_bar.
-    "sandwich_backward": "(Tensor h_bar, Tensor x_bar, Tensor branch, Tensor h, Tensor? weight_out,"
-    " Tensor weight_in, float eps_out, float eps_in, bool dual) -> (Tensor, Tensor, Tensor, Tensor)",
+    "sandwich_backward": "(Tensor h_bar, Tensor x_bar, Tensor branch, Tensor h, "
+    "Tensor? weight_out, Tensor weight_in, float eps_out, float eps_in, bool dual) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
     # f(x) for a key of `pointwise.DERIVATIVES`.
     "pointwise": "(Tensor x, str name, bool dual) -> Tensor",
     "pointwise_backward": "(Tensor grad, Tensor x, str name, bool dual) -> Tensor",

@@ -56,6 +56,12 @@ def pointwise(x: Tensor, name: str) -> Tensor:
     return functions[name](x) if name in functions else getattr(torch, name)(x)
 
 
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, H, S, D], cos and sin [B or 1, S, D] -> [B, H, S, D]."""
+    x1, x2 = x.chunk(2, -1)
+    return x * cos.unsqueeze(1) + torch.cat((-x2, x1), -1) * sin.unsqueeze(1)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

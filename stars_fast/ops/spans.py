@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Spans of the boolean masks met so far: a model hands the same mask to each of its layers, cut anew.
+# Spans of the boolean masks met so far: a model hands one mask to each of its layers, cut anew.
 _of_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 

@@ -3,38 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import FP64, relative_error
+from dual_reference import attention_inputs, check, randn, relative_error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import Dual, ops
 from stars_fast.ops import reference
 from stars_fast.ops.pointwise import DERIVATIVES
-
-
-def randn(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-def check(op, ref, stacks, plains=(), tolerance=FP64):
-    """`op(*stacks, *plains)` against torch.func.jvp of `ref` and autograd of that."""
-    stacks = [s.detach().requires_grad_() for s in stacks]
-    plains = [p.detach().requires_grad_() for p in plains]
-    leaves = stacks + plains
-    out = op(*stacks, *plains)
-    y, y_dot = torch.func.jvp(
-        lambda *x: ref(*x, *plains), tuple(s[0] for s in stacks), tuple(s[1] for s in stacks)
-    )
-    assert relative_error(out[0], y) <= tolerance
-    assert relative_error(out[1], y_dot) <= tolerance
-    for halves in ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0)):
-        bar = randn(*out.shape, seed=7) * torch.tensor(halves).view(2, *[1] * (out.dim() - 1))
-        got = torch.autograd.grad(out, leaves, bar, retain_graph=True)
-        expected = torch.autograd.grad((y, y_dot), leaves, (bar[0], bar[1]), retain_graph=True)
-        for mine, theirs in zip(got, expected, strict=True):
-            for a, b in zip(mine, theirs, strict=True):  # primal and tangent halves apart
-                assert relative_error(a, b) <= tolerance
-
 
 SHAPES = [(5, 8), (1, 1), (7,), (2, 3, 33), (1, 64), (0, 4)]
 
@@ -118,79 +92,10 @@ def test_ops_name_what_does_not_fit():
         ops.gated(randn(2, 3), randn(2, 4))
     with pytest.raises(ValueError, match="activation must be one of"):
         ops.gated(randn(2, 3), randn(2, 3), "swish")
-    q, k = randn(2, 1, 3, 4, 8), randn(2, 1, 2, 4, 8)
-    with pytest.raises(ValueError, match="multiple of those of k"):
-        ops.attention(q, k, k)
-    with pytest.raises(ValueError, match="expected q"):
-        ops.attention(q, k[..., :4], k)
-
-
-def attention_inputs(batch, heads, kv_heads, length, keys, width, value_width=None):
-    return [
-        randn(2, batch, heads, length, width),
-        randn(2, batch, kv_heads, keys, width, seed=1),
-        randn(2, batch, kv_heads, keys, value_width or width, seed=2),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("batch", "heads", "kv_heads", "length", "keys", "width"),
-    [(2, 4, 4, 7, 7, 8), (1, 1, 1, 1, 1, 4), (2, 4, 2, 5, 9, 8), (1, 6, 1, 9, 5, 16)],
-    ids=["B2-H4-S7", "one-token", "gqa-S5-K9", "mqa-S9-K5"],
-)
-@pytest.mark.parametrize("masking", ["none", "causal", "boolean", "additive"])
-def test_attention(batch, heads, kv_heads, length, keys, width, masking):
-    mask = None
-    if masking == "boolean":
-        mask = randn(batch, 1, length, keys, seed=5) > -0.5
-        mask[..., 0] = True
-    elif masking == "additive":
-        mask = randn(heads, length, keys, seed=5)
-    causal = masking == "causal"
-    check(
-        lambda q, k, v: ops.attention(q, k, v, mask, causal),
-        lambda q, k, v: reference.attention(q, k, v, mask, causal),
-        attention_inputs(batch, heads, kv_heads, length, keys, width),
-    )
-
-
-def test_attention_with_a_scale_and_wider_values():
-    check(
-        lambda q, k, v: ops.attention(q, k, v, scale=0.3),
-        lambda q, k, v: reference.attention(q, k, v, scale=0.3),
-        attention_inputs(1, 2, 2, 4, 4, 8, 12),
-    )
-
-
-def test_attention_on_strided_slices_of_one_projection():
-    packed = randn(2, 2, 5, 3, 4, 8)
-    stacks = [packed[:, :, :, i].transpose(2, 3) for i in range(3)]
-    assert not stacks[0].is_contiguous()
-    check(
-        lambda q, k, v: ops.attention(q, k, v, causal=True),
-        lambda q, k, v: reference.attention(q, k, v, causal=True),
-        stacks,
-    )
-
-
-@pytest.mark.parametrize("form", ["boolean", "additive"])
-def test_fully_masked_rows_give_zero_and_no_gradient(form):
-    q, k, v = (x.requires_grad_() for x in attention_inputs(1, 2, 2, 4, 4, 8))
-    mask = torch.ones(4, 4, dtype=torch.bool)
-    mask[2] = False
-    if form == "additive":
-        mask = torch.zeros(4, 4, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    out = ops.attention(q, k, v, mask)
-    assert torch.equal(out[:, :, :, 2], torch.zeros_like(out[:, :, :, 2]))
-    grads = torch.autograd.grad(out, (q, k, v), randn(*out.shape))
-    assert all(torch.isfinite(grad).all() for grad in grads)
-    assert torch.equal(grads[0][:, :, :, 2], torch.zeros_like(grads[0][:, :, :, 2]))
-
-
-def test_attention_survives_large_logits():
-    q, k, v = attention_inputs(1, 1, 1, 6, 6, 8)
-    out = ops.attention((100 * q).float(), (100 * k).float(), v.float(), causal=True)
-    assert torch.isfinite(out).all()
+    with pytest.raises(ValueError, match="must have branch's shape"):
+        ops.sandwich(randn(2, 3, 4), randn(2, 4), None, randn(4), 1e-5, 1e-5)
+    with pytest.raises(ValueError, match="D even"):
+        ops.rotary(randn(2, 1, 2, 3, 4), randn(1, 2, 4), randn(1, 2, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -247,20 +152,105 @@ def test_low_precision_error_is_at_most_twice_that_of_eager(dtype):
             assert relative_error(mine, truth) <= 2 * relative_error(theirs, truth), name
 
 
-@pytest.mark.parametrize("op", ["rms_norm", "layer_norm", "softmax", "gated", "attention"])
-def test_gradcheck(op):
+def test_gradcheck():
     """Finite differences know nothing of our formulas or of torch's."""
-    x = randn(2, 2, 3).requires_grad_()
-    weight = randn(3, seed=1).requires_grad_()
+    x, y, z = (randn(2, 2, 4, seed=i).requires_grad_() for i in range(3))
+    w, b = (randn(4, seed=i).requires_grad_() for i in (3, 4))
+    heads = randn(2, 1, 2, 3, 4).requires_grad_()
+    angles = randn(1, 3, 4, seed=5), randn(1, 3, 4, seed=6)
     functions = {
-        "rms_norm": (lambda x, w: ops.rms_norm(x, w, 1e-5), (x, weight)),
-        "layer_norm": (lambda x, w: ops.layer_norm(x, w, w, 1e-5), (x, weight)),
+        "rms_norm": (lambda x, w: ops.rms_norm(x, w, 1e-5), (x, w)),
+        "layer_norm": (lambda x, w, b: ops.layer_norm(x, w, b, 1e-5), (x, w, b)),
         "softmax": (ops.softmax, (x,)),
-        "gated": (ops.gated, (x, randn(2, 2, 3, seed=2).requires_grad_())),
+        "pointwise": (lambda x: ops.pointwise(x, "gelu"), (x,)),
+        "gated": (ops.gated, (x, y)),
+        "sandwich": (lambda *t: ops.sandwich(*t, 1e-5, 1e-4), (x, y, w, b)),
+        "pre-norm": (lambda x, y, w: ops.sandwich(x, y, None, w, 1e-5, 1e-4), (x, y, w)),
+        "rotary": (lambda x: ops.rotary(x, *angles), (heads,)),
+        "row_squares": (ops.row_squares, (z,)),
         "attention": (
             lambda q, k, v: ops.attention(q, k, v, causal=True),
             tuple(s.requires_grad_() for s in attention_inputs(1, 2, 1, 3, 3, 2)),
         ),
     }
-    function, inputs = functions[op]
-    assert torch.autograd.gradcheck(function, inputs)
+    for name, (function, inputs) in functions.items():
+        assert torch.autograd.gradcheck(function, inputs), name
+
+
+@pytest.mark.parametrize("norm_out", [True, False])
+@pytest.mark.parametrize("shape", [(5, 8), (1, 1), (2, 3, 33)], ids=str)
+def test_sandwich(shape, norm_out):
+    weights = [randn(shape[-1], seed=4), randn(shape[-1], seed=3)][: 1 + norm_out]
+
+    def op(branch, residual, w_in, w_out=None):
+        h, x = ops.sandwich(branch, residual, w_out, w_in, 1e-5, 1e-4)
+        return torch.cat((h, x), -1)
+
+    def ref(branch, residual, w_in, w_out=None):
+        branch = branch if w_out is None else reference.rms_norm(branch, w_out, 1e-5)
+        h = residual + branch
+        return torch.cat((h, reference.rms_norm(h, w_in, 1e-4)), -1)
+
+    check(op, ref, [randn(2, *shape), randn(2, *shape, seed=1)], weights)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rotary(batch):
+    cos, sin = randn(batch, 5, 8, seed=1), randn(batch, 5, 8, seed=2)
+    x = randn(2, 2, 5, 3, 8).transpose(2, 3)
+    check(
+        lambda x: ops.rotary(x, cos, sin),
+        lambda x: reference.rotary(x, cos, sin),
+        [x],
+    )
+    torch.testing.assert_close(ops.rotary(x[0], cos, sin), reference.rotary(x[0], cos, sin))
+
+
+def test_primal_only_ops_are_the_primal_half():
+    """The same numbers and gradients as the reference, on ordinary tensors."""
+    x, y, w, b = randn(3, 8), randn(3, 8, seed=1), randn(8, seed=2), randn(8, seed=3)
+    plain = {"dual": False}
+
+    def chain(branch, residual, w_out, w_in):
+        h = residual + reference.rms_norm(branch, w_out, 1e-5)
+        return torch.cat((h, reference.rms_norm(h, w_in, 1e-5)))
+
+    pairs = [
+        (
+            lambda x, w: ops.rms_norm(x, w, 1e-5, **plain),
+            lambda x, w: reference.rms_norm(x, w, 1e-5),
+            (x, w),
+        ),
+        (
+            lambda x, w, b: ops.layer_norm(x, w, b, 1e-5, **plain),
+            lambda x, w, b: reference.layer_norm(x, w, b, 1e-5),
+            (x, w, b),
+        ),
+        (lambda x: ops.softmax(x, **plain), reference.softmax, (x,)),
+        (
+            lambda x: ops.pointwise(x, "gelu", **plain),
+            lambda x: reference.pointwise(x, "gelu"),
+            (x,),
+        ),
+        (
+            lambda x, y: ops.gated(x, y, "silu", **plain),
+            lambda x, y: reference.gated(x, y, "silu"),
+            (x, y),
+        ),
+        (
+            lambda *t: torch.cat(ops.sandwich(*t, 1e-5, 1e-5, **plain)),
+            chain,
+            (x, y, w, b),
+        ),
+    ]
+    for op, ref, inputs in pairs:
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        mine, theirs = op(*leaves), ref(*leaves)
+        torch.testing.assert_close(mine, theirs)
+        bar = randn(*mine.shape, seed=9)
+        for a, b in zip(
+            torch.autograd.grad(mine, leaves, bar),
+            torch.autograd.grad(theirs, leaves, bar),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
