@@ -11,19 +11,29 @@ if TYPE_CHECKING:
     from stars_fast.analysis.spectrum import spectral_radius
     from stars_fast.dual.explain import explain
     from stars_fast.dual.tensor import Dual
+    from stars_fast.graphs import GraphedBlock
     from stars_fast.jsrr import fused_jsrr, fused_jvp
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Dual": "stars_fast.dual.tensor",
+    "GraphedBlock": "stars_fast.graphs",
     "explain": "stars_fast.dual.explain",
     "fused_jsrr": "stars_fast.jsrr",
     "fused_jvp": "stars_fast.jsrr",
     "spectral_radius": "stars_fast.analysis.spectrum",
 }
 
-__all__ = ["Dual", "__version__", "explain", "fused_jsrr", "fused_jvp", "spectral_radius"]
+__all__ = [
+    "Dual",
+    "GraphedBlock",
+    "__version__",
+    "explain",
+    "fused_jsrr",
+    "fused_jvp",
+    "spectral_radius",
+]
 
 
 def __getattr__(name: str) -> Any:

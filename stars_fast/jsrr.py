@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.run import dual_pass
+from stars_fast.graphs import GraphedBlock
 from stars_fast.ops.seed import can_seed
 from stars_fast.rows import Rows, choose_rows, take_rows
 
@@ -58,8 +59,16 @@ def fused_jvp(
     wide = v.dtype if v.dtype == torch.float64 else torch.float32
     scale = _rms(v.detach().to(wide))
     u = (v.to(wide) / scale).to(v.dtype)
-    out = dual_pass(block, torch.stack((h, u)), args, kwargs or {})
+    out = _pass(block, torch.stack((h, u)), args, kwargs or {})
     return out[0], (out[1] * scale).to(out.dtype)
+
+
+def _pass(block: Block, stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    if not isinstance(block, GraphedBlock):
+        return dual_pass(block, stack, args, kwargs)
+    if args or kwargs:
+        raise ValueError("args, kwargs: a GraphedBlock took them when it was captured")
+    return block.dual(stack)
 
 
 def _rms(v: Tensor) -> Tensor:
@@ -200,7 +209,7 @@ def fused_jsrr(
     for step in range(power_steps):
         last = step == power_steps - 1
         with torch.set_grad_enabled(torch.is_grad_enabled() and (last or through_power_steps)):
-            output, v = dual_pass(block, stack, args, kwargs)
+            output, v = _pass(block, stack, args, kwargs)
             if v.shape != h.shape:
                 raise ValueError(
                     f"block: expected an output of h's shape {list(h.shape)}, got {list(v.shape)}"

@@ -8,7 +8,7 @@ of that, in fp64. `library.py` says which backend computes an op and how to forc
 from stars_fast.ops.attention import attention
 from stars_fast.ops.bias import add_bias
 from stars_fast.ops.gated import gated
-from stars_fast.ops.library import backend
+from stars_fast.ops.library import BACKENDS, backend
 from stars_fast.ops.norm import layer_norm, rms_norm
 from stars_fast.ops.pointwise import pointwise
 from stars_fast.ops.rotary import rotary
@@ -18,6 +18,7 @@ from stars_fast.ops.spans import Spans
 from stars_fast.ops.squares import row_squares
 
 __all__ = [
+    "BACKENDS",
     "Spans",
     "add_bias",
     "attention",
