@@ -19,7 +19,7 @@ def test_loss_and_gradients_equal_those_of_the_eager_pass():
     from stars_fast.models.gpt import GPTBlock
     from stars_fast.models.looped import LoopedConfig
 
-    block = GPTBlock(LoopedConfig(d_model=64, n_heads=2, d_ff=128)).cuda()
+    block = GPTBlock(LoopedConfig(8, 16, d_model=64, n_heads=2, d_ff=128)).cuda()
     h, v = (torch.randn(2, 16, 64, device="cuda") for _ in range(2))
     eager = fused_jsrr(block, h, v=v)
     expected = torch.autograd.grad(eager, list(block.parameters()))

@@ -165,6 +165,17 @@ def backend(name: str | None) -> Iterator[None]:
         _forced = before
 
 
+def has(backend: str, device: str) -> bool:
+    """Whether a compiled backend is there for tensors on `device` ("cpu" or "cuda")."""
+    _load(device)
+    return any(key[1:] == (backend, device) for key in _compiled)
+
+
+def dtypes(backend: str) -> frozenset[torch.dtype]:
+    """What a backend computes with; plain PyTorch takes more than these."""
+    return frozenset(_DTYPES.get(backend, {*_DTYPES["cpp"], *_DTYPES["triton"]}))
+
+
 def _checked(name: str | None) -> str | None:
     if name is None or name == "torch":
         return name
