@@ -72,10 +72,15 @@ class _Tiling:
         _, self.batch, heads, self.length, _ = q.shape
         _, _, self.kv_heads, self.keys, _ = k.shape
         self.groups = heads // self.kv_heads
+        starts = range(0, self.length, _QUERIES)
         if spans is None:
             make = causal_spans if causal else full_spans
-            spans = make(self.length, self.keys, q.device)
-        self.spans = spans if len(spans) == 1 else spans.repeat_interleave(self.kv_heads, 0)
+            self.spans = make(self.length, self.keys, q.device)
+            stops = [min(i + _QUERIES, self.keys) if causal else self.keys for i in starts]
+            self.blocks = [(i, 0, stop) for i, stop in zip(starts, stops, strict=True)]
+        else:
+            self.spans = spans if len(spans) == 1 else spans.repeat_interleave(self.kv_heads, 0)
+            self.blocks = [(i, *_hull(spans[:, i : i + _QUERIES])) for i in starts]
         self.mask = None if mask is None else self._expand(mask)
         self.buffers: dict[int, Tensor] = {}
 
@@ -89,19 +94,11 @@ class _Tiling:
         return mask.reshape(shape).flatten(0, 1)
 
     def tiles(self) -> Iterator[_Tile]:
-        """All tiles; block bounds are read from the spans at once."""
-        starts = range(0, self.length, _QUERIES)
-        first, last = [], []
-        for i in starts:
-            block = self.spans[:, i : i + _QUERIES]
-            empty = block[..., 0] >= block[..., 1]
-            first.append(block[..., 0].masked_fill(empty, self.keys).amin())
-            last.append(block[..., 1].masked_fill(empty, 0).amax())
-        bounds = torch.stack((*first, *last)).tolist() if first else []
+        """All tiles in which a query sees a key."""
         heads = self.batch * self.kv_heads
-        for i, j0, j1 in zip(starts, bounds, bounds[len(starts) :], strict=False):
+        for i, j0, j1 in self.blocks:
             if j0 >= j1:
-                continue  # no query of the block sees a key: zeros stay zeros
+                continue  # zeros stay zeros
             queries = slice(i, min(i + _QUERIES, self.length))
             keys = slice(j0, j1)
             rows = self.groups * (queries.stop - i)
@@ -109,11 +106,12 @@ class _Tiling:
             for n in range(0, heads, step):
                 chunk = slice(n, min(n + step, heads))
                 spans = self.spans if len(self.spans) == 1 else self.spans[chunk]
+                spans = spans[:, queries]
                 yield _Tile(
                     chunk,
                     queries,
                     keys,
-                    (spans[:, queries] - j0).clamp_min_(0),
+                    (spans - j0).clamp_min_(0) if j0 else spans,
                     None if self.mask is None else self.mask[chunk, :, queries, keys],
                 )
 
@@ -151,6 +149,15 @@ class _Tiling:
         """A tile [n, G * rows, keys] as [B or 1, heads, rows, keys], as `tile.spans` have it."""
         rows = tile.queries.stop - tile.queries.start
         return s.view(len(tile.spans), -1, rows, s.shape[-1])
+
+
+def _hull(spans: Tensor) -> tuple[int, int]:
+    """First key that one of the queries sees, and the one after the last."""
+    start, stop = spans[..., 0], spans[..., 1]
+    seen = start < stop
+    if not seen.any():
+        return 0, 0
+    return int(start[seen].amin()), int(stop[seen].amax())
 
 
 class BlockedAttention(torch.autograd.Function):

@@ -2,7 +2,40 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+from pathlib import Path
 
+import torch
+
+_FOLDER = Path(__file__).parents[1]
+# Ends in .torch2.11.so where torch 2.11 or later is needed.
+_PREFIX, _SUFFIX = "_native.torch", ".so"
+
+
+@cache
 def load() -> bool:
-    """Whether the extension is there and loaded."""
-    return False
+    """Whether the extension is there and loaded. If there is none, warn, once a process.
+
+    Raises:
+        ImportError: it is there and does not load.
+    """
+    files = sorted(_FOLDER.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        warnings.warn(
+            "stars_fast: the compiled kernels are not built: ops run in plain PyTorch, slower. "
+            "`pip install --no-build-isolation .` in the source tree builds them (csrc/README.md).",
+            stacklevel=3,
+        )
+        return False
+    newest = files[-1]
+    try:
+        torch.ops.load_library(newest)
+    except OSError as error:
+        version = newest.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
+        raise ImportError(
+            f"stars_fast: {newest} does not load with torch {torch.__version__}; it was built for "
+            f"torch >= {version}. Build it again (pip install --no-build-isolation .), or delete "
+            f"it to run in plain PyTorch. {error}"
+        ) from error
+    return True

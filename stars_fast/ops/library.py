@@ -89,6 +89,10 @@ _compiled: dict[tuple[str, str, str], Callable[..., Any]] = {}
 _loaded: set[str] = set()
 _forced: str | None = None
 _watcher: Callable[[str], None] | None = None
+for _name, _schema in SCHEMAS.items():
+    for _backend in BACKENDS[1:]:
+        _library.define(f"{_name}.{_backend}{_schema}")
+
 # Elementwise functions that a backend has, where it does not have all.
 _FUNCTIONS: dict[tuple[str, str], frozenset[str]] = {}
 
@@ -109,7 +113,6 @@ def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         for backend in BACKENDS[1:]:
-            _library.define(f"{name}.{backend}{SCHEMAS[name]}")
             torch.library.register_fake(f"stars_fast::{name}.{backend}", function, lib=_library)
         return function
 
