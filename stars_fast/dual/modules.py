@@ -1,4 +1,5 @@
-"""Modules known by their structure: an RMSNorm or a gated MLP of any library reaches one fused op.
+"""Modules known by their structure: an RMSNorm, a gated MLP or an activation of any library reaches
+one fused op.
 
 A module is recognised by what it computes: its class's `forward` is run on a stand-in with the
 module's settings and random weights, on inputs of all sizes, and compared with the formula. A class
@@ -92,7 +93,11 @@ def _recognise(forward: Forward, module: nn.Module) -> Forward | None:
     settings = _settings(module)
     if settings is None:
         return None
-    return _as_rms_norm(forward, module) or _as_gated_mlp(forward, module)
+    return (
+        _as_rms_norm(forward, module)
+        or _as_gated_mlp(forward, module)
+        or _as_activation(forward, module)
+    )
 
 
 def _settings(module: nn.Module) -> Any:
@@ -191,23 +196,49 @@ def _as_rms_norm(forward: Forward, module: nn.Module) -> Forward | None:
     return fused
 
 
-# -- gated MLP
+# -- activations and gated MLPs
 
 
 def _activation_name(act: Any) -> str | None:
     """Which of the known functions an activation (module or function) computes."""
-    x = torch.cat((torch.linspace(-6, 6, 97), torch.logspace(1, 4, 7), -torch.logspace(1, 4, 7)))
+    x = _points()
     try:
         with torch.no_grad():
             y = act(x)
     except Exception:  # not a plain function of one tensor
         return None
+    return _name_of(x, y)
+
+
+def _points() -> Tensor:
+    return torch.cat((torch.linspace(-6, 6, 97), torch.logspace(1, 4, 7), -torch.logspace(1, 4, 7)))
+
+
+def _name_of(x: Tensor, y: Any) -> str | None:
     if not isinstance(y, Tensor) or y.shape != x.shape:
         return None
     for name in _ACTIVATIONS:
         if torch.allclose(y, reference.pointwise(x, name), rtol=1e-5, atol=1e-6):
             return name
     return None
+
+
+def _as_activation(forward: Forward, module: nn.Module) -> Forward | None:
+    """An activation written out from parts, such as the tanh GELU of GPT-2."""
+    if module._parameters or module._buffers or module._modules:
+        return None
+    x = _points().view(3, 37)  # 97 + 14 points
+    activation = _name_of(x, _trial(forward, module, x))
+    if activation is None:
+        return None
+    name = type(module).__name__
+
+    def fused(module: Any, x: Dual) -> Dual:
+        result = Dual(ops.pointwise(x.stack, activation))
+        report(name, "fused")
+        return result
+
+    return fused
 
 
 def _as_gated_mlp(forward: Forward, module: nn.Module) -> Forward | None:

@@ -133,14 +133,17 @@ def compiled(name: str, x: Tensor, function: str = "") -> Callable[..., Any] | N
                 if _watcher is not None:
                     _watcher(backend)
                 return found
-    if _watcher is not None:
-        _watcher("torch")
     return None
 
 
 def implementation(name: str, x: Tensor, function: str = "") -> Callable[..., Any]:
     """What computes the op `name` for tensors like x: compiled, or plain PyTorch."""
-    return compiled(name, x, function) or _plain[name]
+    found = compiled(name, x, function)
+    if found is None:
+        if _watcher is not None:
+            _watcher("torch")
+        return _plain[name]
+    return found
 
 
 def watch(watcher: Callable[[str], None] | None) -> None:

@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from dual_reference import KeepDouble, assert_dual_matches, relative_error
 from torch import nn
 
-from stars_fast import explain
+from stars_fast import explain, ops
 from stars_fast.dual.run import dual_pass, first_output
 from stars_fast.models.gpt import GPTBlock
 from stars_fast.models.looped import LoopedConfig
+from stars_fast.ops import library
 
 PLACEMENTS = ["pre", "post", "pre-sandwich", "post-sandwich"]
 NORMS = ["layernorm", "rmsnorm", "simplenorm"]
@@ -127,23 +128,49 @@ def test_transformers_layers(name, attention):
         check_block(perturb(layer), state(2, 6, 16), **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("name", "fused"),
-    [
-        ("llama", {"LlamaRMSNorm": 2, "LlamaMLP:silu*up": 1, "scaled_dot_product_attention": 1}),
-        ("qwen3", {"Qwen3RMSNorm": 4, "Qwen3MLP:silu*up": 1, "scaled_dot_product_attention": 1}),
-        ("gemma", {"GemmaRMSNorm": 2, "GemmaMLP:gelu_tanh*up": 1}),
-        ("gpt2", {"layer_norm": 2, "scaled_dot_product_attention": 1}),
-    ],
-)
-def test_explain_names_what_is_fused(name, fused):
-    pytest.importorskip("transformers")
+def explained(name, h):
+    if name == "gpt":
+        config = LoopedConfig(8, 8, d_model=16, n_heads=2, d_ff=24, activation="silu")
+        return explain(GPTBlock(config).to(h.dtype), h)
     layer, kwargs = hf_layer(name, "sdpa")
-    found = explain(layer, state(2, 6, 16), kwargs={"attention_mask": None, **kwargs})
+    tables = kwargs.get("position_embeddings")
+    if tables is not None:
+        kwargs["position_embeddings"] = tuple(table.to(h.dtype) for table in tables)
+    return explain(layer.to(h.dtype), h, kwargs={"attention_mask": None, **kwargs})
+
+
+FUSED = {
+    "llama": {"LlamaRMSNorm": 2, "LlamaMLP:silu*up": 1},
+    "qwen3": {"Qwen3RMSNorm": 4, "Qwen3MLP:silu*up": 1},
+    "gemma": {"GemmaRMSNorm": 2, "GemmaMLP:gelu_tanh*up": 1},
+    "gpt2": {"layer_norm": 2, "NewGELUActivation": 1},
+    "gpt": {"layer_norm": 4, "silu": 1},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_explain_names_what_is_fused(name):
+    if name != "gpt":
+        pytest.importorskip("transformers")
+    expected = {**FUSED[name], "scaled_dot_product_attention": 1}
+    if name in ("llama", "qwen3", "gemma"):
+        expected["apply_rotary_pos_emb"] = 1
+    found = explained(name, state(2, 6, 16))
     assert found.fallbacks == []
-    for op, count in fused.items():
-        assert found.ops[op, "fused"] == count
+    assert {op: n for (op, kind), n in found.ops.items() if kind == "fused"} == expected
     assert f"fused: {found.count('fused')} calls" in str(found)
+
+
+@pytest.mark.skipif(not library.has("cpp", "cpu"), reason="the extension is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FUSED)
+def test_every_fused_op_is_compiled(name, dtype):
+    if name != "gpt":
+        pytest.importorskip("transformers")
+    found = explained(name, state(2, 6, 16).to(dtype))
+    assert set(found.backends.values()) == {"cpp"}
+    with ops.backend("torch"):
+        assert set(explained(name, state(2, 6, 16)).backends.values()) == {"torch"}
 
 
 def test_a_known_class_still_answers_tensors_with_its_own_code():
