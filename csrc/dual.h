@@ -5,12 +5,14 @@
 // cotangents swapped. T is the computing type: float, or double for fp64.
 #pragma once
 
-#include <cmath>
-
 #if defined(__CUDACC__)
+#include <cmath>
 #define STARS_FN __host__ __device__ __forceinline__
 #else
-#define STARS_FN inline
+// Always inlined: the CPU kernels are compiled once for every instruction set, and a copy that the
+// linker shares between them could use instructions that the machine does not have.
+#include "cpu/math.h"
+#define STARS_FN inline __attribute__((always_inline))
 #endif
 
 namespace stars {
@@ -63,6 +65,102 @@ struct Relu {
   template <typename T>
   static STARS_FN Jet<T> at(T x) {
     return {x > T(0) ? x : T(0), x > T(0) ? T(1) : T(0), T(0)};
+  }
+};
+
+struct Sigmoid {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T s = T(1) / (T(1) + exp(-x));
+    const T slope = s * (T(1) - s);
+    return {s, slope, slope * (T(1) - T(2) * s)};
+  }
+};
+
+struct Tanh {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T t = tanh(x);
+    const T slope = (T(1) - t) * (T(1) + t);
+    return {t, slope, T(-2) * t * slope};
+  }
+};
+
+struct Exp {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T e = exp(x);
+    return {e, e, e};
+  }
+};
+
+struct Log {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T inverse = T(1) / x;
+    return {log(x), inverse, -inverse * inverse};
+  }
+};
+
+struct Sqrt {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T y = sqrt(x);
+    return {y, T(0.5) / y, T(-0.25) / (y * x)};
+  }
+};
+
+struct Rsqrt {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T y = T(1) / sqrt(x);
+    return {y, T(-0.5) * y / x, T(0.75) * y / (x * x)};
+  }
+};
+
+struct Reciprocal {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T y = T(1) / x;
+    return {y, -y * y, T(2) * y * y * y};
+  }
+};
+
+struct Square {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    return {x * x, T(2) * x, T(2)};
+  }
+};
+
+struct Sin {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T s = sin(x);
+    return {s, cos(x), -s};
+  }
+};
+
+struct Cos {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T c = cos(x);
+    return {c, -sin(x), -c};
+  }
+};
+
+struct Erf {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    const T slope = exp(-x * x) * T(1.12837916709551257390);
+    return {erf(x), slope, T(-2) * x * slope};
+  }
+};
+
+struct Abs {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    return {x < T(0) ? -x : x, x > T(0) ? T(1) : (x < T(0) ? T(-1) : T(0)), T(0)};
   }
 };
 

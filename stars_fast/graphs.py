@@ -46,7 +46,7 @@ class GraphedBlock(nn.Module):
         self.shape, self.dtype = (2, *h.shape), h.dtype
         sample = torch.zeros(self.shape, dtype=h.dtype, device=h.device)
         turn = _DualTurn(block, args, kwargs or {})
-        self._replay: Callable[[Tensor], Tensor] = torch.cuda.make_graphed_callables(
+        self._replay: Callable[..., Any] = torch.cuda.make_graphed_callables(
             turn, (sample,), num_warmup_iters=3, allow_unused_input=True
         )
 

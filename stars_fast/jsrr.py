@@ -206,18 +206,15 @@ def fused_jsrr(
             rows = rows.keep(chosen)
 
     stack = _seed(h, v, rows, normalize, generator)
-    for step in range(power_steps):
-        last = step == power_steps - 1
-        with torch.set_grad_enabled(torch.is_grad_enabled() and (last or through_power_steps)):
-            output, v = _pass(block, stack, args, kwargs)
-            if v.shape != h.shape:
-                raise ValueError(
-                    f"block: expected an output of h's shape {list(h.shape)}, got {list(v.shape)}"
-                )
-            if not last:
-                u = rows.unit_rms(v.to(rows.dtype), normalize)
-                stack = torch.stack((h, u.to(h.dtype)))
-    loss = rows.mean_square(v, normalize)
+    for _ in range(power_steps - 1):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and through_power_steps):
+            jv = _pass(block, stack, args, kwargs)[1]
+            _check_output(jv, h)
+            u = rows.unit_rms(jv.to(rows.dtype), normalize)
+            stack = torch.stack((h, u.to(h.dtype)))
+    output, jv = _pass(block, stack, args, kwargs)
+    _check_output(jv, h)
+    loss = rows.mean_square(jv, normalize)
     return (output, loss) if return_output else loss
 
 
@@ -249,6 +246,13 @@ def _check_v(v: Any, h: Tensor) -> None:
         raise ValueError(
             f"v: expected the shape, dtype and device of h ({list(h.shape)}, {h.dtype}, "
             f"{h.device}), got {list(v.shape)}, {v.dtype}, {v.device}"
+        )
+
+
+def _check_output(jv: Tensor, h: Tensor) -> None:
+    if jv.shape != h.shape:
+        raise ValueError(
+            f"block: expected an output of h's shape {list(h.shape)}, got {list(jv.shape)}"
         )
 
 

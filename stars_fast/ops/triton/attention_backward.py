@@ -1,0 +1,424 @@
+"""Backward of the dual attention.
+
+With g = O_bar, b = O_dot_bar, for P and S_dot computed again from lse and mu, tile by tile:
+    D = rowsum(b O)    D_dot = rowsum(g O + b O_dot)    E = b V^T - D    P_dot = P (S_dot - mu)
+    dS = P E           dS_dot = P_dot E + P (g V^T + b V_dot^T - D_dot)
+    V_dot_bar = P^T b            V_bar = P_dot^T b + P^T g
+    K_dot_bar = s dS^T Q         K_bar = s (dS_dot^T Q + dS^T Q_dot)
+    Q_dot_bar = s dS K           Q_bar = s (dS_dot K + dS K_dot)
+One kernel for D and D_dot; one or two whose programs hold keys and go through the queries of all
+heads that share them; one whose programs hold queries. So no two programs add to one number.
+"""
+
+# Triton takes no annotations of tensors.
+# mypy: disallow-untyped-defs=False, disable-error-code="assignment, import-untyped, var-annotated"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stars_fast.ops.triton.attention_parts import (
+    CAUSAL,
+    FULL,
+    LOG2E,
+    SPANS,
+    VARYING,
+    constants,
+    key_tiles,
+    load_tile,
+    plane,
+    rows_contiguous,
+    span,
+    spans_and_stride,
+    store_pair,
+    strides,
+    visible_keys,
+)
+from stars_fast.ops.triton.tiles import JOINT_WIDTH, Tile, pick
+
+ROWS = 32  # of a program of _row_sums
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _row_sums(
+    grad,
+    out,
+    sums,
+    grad_half,
+    grad_batch,
+    grad_head,
+    grad_row,
+    out_half,
+    out_batch,
+    out_head,
+    out_row,
+    length,
+    D: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    """D and D_dot, sums [2, B, H, Sq]."""
+    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+    rows = tl.program_id(0) * HELD + tl.arange(0, HELD)
+    columns = tl.arange(0, WIDTH)
+    grad = plane(grad, batch, head, grad_batch, grad_head, UNIT)
+    out = plane(out, batch, head, out_batch, out_head, UNIT)
+    grad_row *= UNIT
+    out_row *= UNIT
+    g = load_tile(grad, rows, grad_row, columns, length, D, True).to(tl.float32)
+    o = load_tile(out, rows, out_row, columns, length, D, True).to(tl.float32)
+    grad += grad_half.to(tl.int64) * UNIT
+    out += out_half.to(tl.int64) * UNIT
+    b = load_tile(grad, rows, grad_row, columns, length, D, True).to(tl.float32)
+    o_dot = load_tile(out, rows, out_row, columns, length, D, True).to(tl.float32)
+    sums += (batch.to(tl.int64) * heads + head) * length + rows
+    half = tl.num_programs(2).to(tl.int64) * heads * length
+    tl.store(sums, tl.sum(b * o, 1), rows < length)
+    tl.store(sums + half, tl.sum(g * o + b * o_dot, 1), rows < length)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _backward_keys(
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    mu,
+    sums,
+    k_grad,
+    v_grad,
+    spans,
+    span_batch,
+    key_spans,
+    key_span_batch,
+    q_half,
+    q_batch,
+    q_head,
+    q_row,
+    k_half,
+    k_batch,
+    k_head,
+    k_row,
+    v_half,
+    v_batch,
+    v_head,
+    v_row,
+    grad_half,
+    grad_batch,
+    grad_head,
+    grad_row,
+    length,
+    keys,
+    scale,
+    DO_K: tl.constexpr,
+    DO_V: tl.constexpr,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    MODE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HELD: tl.constexpr,
+    STREAMED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Gradients of a block of keys, of values, or both; all tiles are keys x queries."""
+    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+    rows = tl.program_id(0) * HELD + tl.arange(0, HELD)
+    columns = tl.arange(0, WIDTH)
+    k = plane(k, batch, head, k_batch, k_head, UNIT)
+    k_tile = load_tile(k, rows, k_row * UNIT, columns, keys, D, True)
+    k += k_half.to(tl.int64) * UNIT
+    k_dot = load_tile(k, rows, k_row * UNIT, columns, keys, D, True)
+    if DO_K:
+        v = plane(v, batch, head, v_batch, v_head, UNIT)
+        v_tile = load_tile(v, rows, v_row * UNIT, columns, keys, D, True)
+        v += v_half.to(tl.int64) * UNIT
+        v_dot = load_tile(v, rows, v_row * UNIT, columns, keys, D, True)
+        k_bar = tl.zeros((HELD, WIDTH), tl.float32)
+        k_dot_bar = tl.zeros((HELD, WIDTH), tl.float32)
+    if DO_V:
+        v_bar = tl.zeros((HELD, WIDTH), tl.float32)
+        v_dot_bar = tl.zeros((HELD, WIDTH), tl.float32)
+
+    first = 0
+    last = length
+    if MODE == CAUSAL:
+        first = tl.program_id(0) * HELD
+    if MODE == SPANS:
+        seen_from, seen_to = span((key_spans, key_span_batch), batch, rows, keys, length, MODE)
+        first = tl.min(seen_from, 0)
+        last = tl.max(seen_to, 0)
+    q_half = q_half.to(tl.int64) * UNIT
+    grad_half = grad_half.to(tl.int64) * UNIT
+    sums_half = tl.num_programs(2).to(tl.int64) * heads * GROUP * length
+    for member in range(GROUP):
+        query_head = head * GROUP + member
+        q_plane = plane(q, batch, query_head, q_batch, q_head, UNIT)
+        grad_plane = plane(grad, batch, query_head, grad_batch, grad_head, UNIT)
+        statistics = (batch.to(tl.int64) * heads * GROUP + query_head) * length
+        for start in range(first, last, STREAMED):
+            queries = start + tl.arange(0, STREAMED)
+            # Rows past the last are 0 in q, g, b and the sums: whatever P, they add 0.
+            inside = queries < length
+            tile = load_tile(q_plane, queries, q_row * UNIT, columns, length, D, True)
+            tile_dot = load_tile(q_plane + q_half, queries, q_row * UNIT, columns, length, D, True)
+            s = tl.dot(k_tile, tl.trans(tile), input_precision=PRECISION)
+            s_dot = tl.dot(k_dot, tl.trans(tile), input_precision=PRECISION)
+            s_dot = tl.dot(k_tile, tl.trans(tile_dot), s_dot, input_precision=PRECISION)
+            lse_row = tl.load(lse + statistics + queries, inside, 0.0)
+            mu_row = tl.load(mu + statistics + queries, inside, 0.0)
+            p = tl.exp2(s * (scale * LOG2E) - lse_row[None, :] * LOG2E)
+            if MODE != FULL:
+                lo, hi = span((spans, span_batch), batch, queries, length, keys, MODE)
+                p = tl.where(visible_keys(rows[:, None], lo[None, :], hi[None, :], MODE), p, 0.0)
+            p_dot = p * (s_dot * scale - mu_row[None, :])
+            g = load_tile(grad_plane, queries, grad_row * UNIT, columns, length, D, True)
+            b = load_tile(
+                grad_plane + grad_half, queries, grad_row * UNIT, columns, length, D, True
+            )
+            if DO_V:
+                weights = p.to(q.dtype.element_ty)
+                v_dot_bar = tl.dot(weights, b, v_dot_bar, input_precision=PRECISION)
+                v_bar = tl.dot(weights, g, v_bar, input_precision=PRECISION)
+                weights = p_dot.to(q.dtype.element_ty)
+                v_bar = tl.dot(weights, b, v_bar, input_precision=PRECISION)
+            if DO_K:
+                d = tl.load(sums + statistics + queries, inside, 0.0)
+                d_dot = tl.load(sums + sums_half + statistics + queries, inside, 0.0)
+                e = tl.dot(v_tile, tl.trans(b), input_precision=PRECISION) - d[None, :]
+                e_dot = tl.dot(v_tile, tl.trans(g), input_precision=PRECISION)
+                e_dot = tl.dot(v_dot, tl.trans(b), e_dot, input_precision=PRECISION)
+                s_bar = p_dot * e + p * (e_dot - d_dot[None, :])
+                s_dot_bar = (p * e).to(q.dtype.element_ty)
+                k_dot_bar = tl.dot(s_dot_bar, tile, k_dot_bar, input_precision=PRECISION)
+                k_bar = tl.dot(s_dot_bar, tile_dot, k_bar, input_precision=PRECISION)
+                k_bar = tl.dot(s_bar.to(q.dtype.element_ty), tile, k_bar, input_precision=PRECISION)
+
+    if DO_K:
+        store_pair(k_grad, k_bar * scale, k_dot_bar * scale, batch, head, rows, columns, keys, D)
+    if DO_V:
+        store_pair(v_grad, v_bar, v_dot_bar, batch, head, rows, columns, keys, D)
+
+
+@triton.jit
+def _queries_tile(
+    state,
+    held,
+    k,
+    v,
+    rows,
+    keys,
+    scale,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    MODE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds what the keys `rows` give to q_bar and q_dot_bar."""
+    q_bar, q_dot_bar = state
+    q, q_dot, g, b, lse, mu, d, d_dot, lo, hi = held
+    k, k_half, k_row = k
+    v, v_half, v_row = v
+    columns = tl.arange(0, WIDTH)
+    k_tile = load_tile(k, rows, k_row, columns, keys, D, MASKED)
+    k_dot = load_tile(k + k_half, rows, k_row, columns, keys, D, MASKED)
+    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
+    s_dot = tl.dot(q_dot, tl.trans(k_tile), input_precision=PRECISION)
+    s_dot = tl.dot(q, tl.trans(k_dot), s_dot, input_precision=PRECISION)
+    p = tl.exp2(s * (scale * LOG2E) - lse[:, None] * LOG2E)
+    if MASKED:
+        p = tl.where(visible_keys(rows[None, :], lo[:, None], hi[:, None], MODE), p, 0.0)
+    p_dot = p * (s_dot * scale - mu[:, None])
+    tile = tl.trans(load_tile(v, rows, v_row, columns, keys, D, MASKED))
+    e = tl.dot(b, tile, input_precision=PRECISION) - d[:, None]
+    e_dot = tl.dot(g, tile, input_precision=PRECISION)
+    tile = tl.trans(load_tile(v + v_half, rows, v_row, columns, keys, D, MASKED))
+    e_dot = tl.dot(b, tile, e_dot, input_precision=PRECISION)
+    s_bar = (p_dot * e + p * (e_dot - d_dot[:, None])).to(q.dtype)
+    s_dot_bar = (p * e).to(q.dtype)
+    q_dot_bar = tl.dot(s_dot_bar, k_tile, q_dot_bar, input_precision=PRECISION)
+    q_bar = tl.dot(s_dot_bar, k_dot, q_bar, input_precision=PRECISION)
+    q_bar = tl.dot(s_bar, k_tile, q_bar, input_precision=PRECISION)
+    return q_bar, q_dot_bar
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _backward_queries(
+    q,
+    k,
+    v,
+    grad,
+    lse,
+    mu,
+    sums,
+    q_grad,
+    spans,
+    span_batch,
+    q_half,
+    q_batch,
+    q_head,
+    q_row,
+    k_half,
+    k_batch,
+    k_head,
+    k_row,
+    v_half,
+    v_batch,
+    v_head,
+    v_row,
+    grad_half,
+    grad_batch,
+    grad_head,
+    grad_row,
+    length,
+    keys,
+    scale,
+    D: tl.constexpr,
+    GROUP: tl.constexpr,
+    MODE: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    HELD: tl.constexpr,
+    STREAMED: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Gradients of a block of queries."""
+    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+    block = tl.program_id(0)
+    if MODE == CAUSAL:  # the longest first
+        block = tl.num_programs(0) - 1 - block
+    rows = block * HELD + tl.arange(0, HELD)
+    columns = tl.arange(0, WIDTH)
+    inside = rows < length
+    q = plane(q, batch, head, q_batch, q_head, UNIT)
+    q_tile = load_tile(q, rows, q_row * UNIT, columns, length, D, True)
+    q += q_half.to(tl.int64) * UNIT
+    q_dot = load_tile(q, rows, q_row * UNIT, columns, length, D, True)
+    grad = plane(grad, batch, head, grad_batch, grad_head, UNIT)
+    g = load_tile(grad, rows, grad_row * UNIT, columns, length, D, True)
+    grad += grad_half.to(tl.int64) * UNIT
+    b = load_tile(grad, rows, grad_row * UNIT, columns, length, D, True)
+    statistics = (batch.to(tl.int64) * heads + head) * length + rows
+    sums_half = tl.num_programs(2).to(tl.int64) * heads * length
+    lse_rows = tl.load(lse + statistics, inside, 0.0)
+    mu_rows = tl.load(mu + statistics, inside, 0.0)
+    d = tl.load(sums + statistics, inside, 0.0)
+    d_dot = tl.load(sums + sums_half + statistics, inside, 0.0)
+    lo, hi = span((spans, span_batch), batch, rows, length, keys, MODE)
+    k = plane(k, batch, head // GROUP, k_batch, k_head, UNIT)
+    v = plane(v, batch, head // GROUP, v_batch, v_head, UNIT)
+    k = k, k_half.to(tl.int64) * UNIT, k_row * UNIT
+    v = v, v_half.to(tl.int64) * UNIT, v_row * UNIT
+
+    zeros = tl.zeros((HELD, WIDTH), tl.float32)
+    state = zeros, zeros
+    held = q_tile, q_dot, g, b, lse_rows, mu_rows, d, d_dot, lo, hi
+    start, before, whole, masked = key_tiles(lo, hi, MODE, STREAMED)
+    start += tl.arange(0, STREAMED)
+    for t in range(before, before + whole):
+        tile_rows = start + t * STREAMED
+        state = _queries_tile(
+            state, held, k, v, tile_rows, keys, scale, D, WIDTH, MODE, PRECISION, False
+        )
+    for t in range(masked):
+        tile_rows = start + (t + tl.where(t < before, 0, whole)) * STREAMED
+        state = _queries_tile(
+            state, held, k, v, tile_rows, keys, scale, D, WIDTH, MODE, PRECISION, True
+        )
+    q_bar, q_dot_bar = state
+    store_pair(q_grad, q_bar * scale, q_dot_bar * scale, batch, head, rows, columns, length, D)
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mu: Tensor,
+    spans: Tensor | None,
+    key_spans: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v.
+
+    Args:
+        grad: [2, B, H, Sq, D] in q's dtype, the cotangents of O and O_dot.
+        q, k, v, spans, causal, scale: those of the forward.
+        out, lse, mu: its results.
+        key_spans: [B or 1, Sk, 2] int32, the queries [from, to) among which are all that see a key.
+
+    Returns:
+        [2, B, H, Sq, D], [2, B, Hkv, Sk, D] and [2, B, Hkv, Sk, D] in q's dtype and the memory
+        order [2, B, S, H, D].
+    """
+    grad, q, k, v, out = rows_contiguous(grad, q, k, v, out)
+    _, batch, heads, length, width = q.shape
+    kv_heads, keys = k.shape[2:4]
+    q_grad = q.new_empty(2, batch, length, heads, width)
+    k_grad, v_grad = (q.new_empty(2, batch, keys, kv_heads, width) for _ in range(2))
+    results = q_grad.transpose(2, 3), k_grad.transpose(2, 3), v_grad.transpose(2, 3)
+    if lse.numel() == 0 or keys == 0:
+        for x in results:
+            x.zero_()
+        return results
+
+    sums = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
+    unit, steps = strides(grad, out)
+    tile = Tile(ROWS, 1, 4, 1)
+    shared = constants(q, k, spans, causal, unit, tile)
+    names = ("D", "UNIT", "WIDTH", "HELD", "num_warps", "num_stages", "enable_fp_fusion")
+    _row_sums[triton.cdiv(length, ROWS), heads, batch](
+        grad, out, sums, *steps, length, **{name: shared[name] for name in names}
+    )
+
+    unit, steps = strides(q, k, v, grad)
+    query_spans = spans_and_stride(spans)
+    for kernel in ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k"):
+        tile = pick(kernel, q)
+        _backward_keys[triton.cdiv(keys, tile.held), kv_heads, batch](
+            q,
+            k,
+            v,
+            grad,
+            lse,
+            mu,
+            sums,
+            k_grad,
+            v_grad,
+            *query_spans,
+            *spans_and_stride(key_spans),
+            *steps,
+            length,
+            keys,
+            scale,
+            DO_K=kernel != "keys_v",
+            DO_V=kernel != "keys_k",
+            **constants(q, k, spans, causal, unit, tile),
+        )
+    tile = pick("queries", q)
+    _backward_queries[triton.cdiv(length, tile.held), heads, batch](
+        q,
+        k,
+        v,
+        grad,
+        lse,
+        mu,
+        sums,
+        q_grad,
+        *query_spans,
+        *steps,
+        length,
+        keys,
+        scale,
+        **constants(q, k, spans, causal, unit, tile),
+    )
+    return results

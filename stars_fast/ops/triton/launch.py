@@ -1,0 +1,90 @@
+"""What the launchers of row and elementwise kernels share: rows of a tensor, tiles, programs.
+
+A row kernel goes through the columns of its rows in TURNS turns of BLOCK columns, once for each
+statistic and once to write. Up to a limit a row is one turn, for which the compiler merges the
+loops and loads each value once.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+THREAD_ELEMENTS = 8  # 16 bytes of a 16-bit dtype
+TILE_ELEMENTS = 1024  # at least, where there are as many
+MAX_WARPS = 16
+WARPS_PER_PROCESSOR = 16  # of kernels that keep their programs and loop over rows
+MAX_REGISTERS = 128  # of a thread of those, so that all their programs run at once
+
+
+class Rows(NamedTuple):
+    """Rows of contiguous elements in memory.
+
+    Attributes:
+        data: the tensor whose memory holds them.
+        pair: elements from a row of the primal to that of the tangent.
+        stride: elements from a row to the next.
+    """
+
+    data: Tensor
+    pair: int
+    stride: int
+
+
+def size(x: Tensor, dual: bool) -> tuple[int, int]:
+    """Rows and width of x [2, ..., D] with `dual`, [..., D] without."""
+    return x.shape[1 if dual else 0 : -1].numel(), x.shape[-1]
+
+
+def rows_of(x: Tensor, dual: bool) -> Rows:
+    """x as rows, copied only where its leading dimensions have no common stride."""
+    count, width = size(x, dual)
+    if not x.is_contiguous():
+        x = x.reshape(2, count, width) if dual else x.reshape(count, width)
+        if x.stride(-1) == 1:
+            return Rows(x, x.stride(0) if dual else 0, x.stride(-2))
+        x = x.contiguous()
+    return Rows(x, count * width, width)
+
+
+def tile(width: int, limit: int) -> dict[str, int]:
+    """Tile of a row kernel: ROWS rows of BLOCK columns, TURNS of them, and the warps."""
+    block = triton.next_power_of_2(width)
+    if block > limit:
+        return _meta(1, limit, triton.cdiv(width, limit))
+    return _meta(max(TILE_ELEMENTS // block, 1), block, 1)
+
+
+def flat_tile(width: int) -> dict[str, int]:
+    """Tile of an elementwise kernel: ROWS rows of BLOCK columns, and the warps."""
+    block = min(triton.next_power_of_2(width), TILE_ELEMENTS)
+    meta = _meta(TILE_ELEMENTS // block, block, 1)
+    return {key: value for key, value in meta.items() if key != "TURNS"}
+
+
+def _meta(rows: int, block: int, turns: int) -> dict[str, int]:
+    warps = min(max(rows * block // (32 * THREAD_ELEMENTS), 1), MAX_WARPS)
+    return {"ROWS": rows, "BLOCK": block, "TURNS": turns, "num_warps": warps}
+
+
+def programs(x: Tensor, tiles: int, warps: int) -> int:
+    """How many programs share the tiles: as many as the device runs at once."""
+    return min(tiles, _processors(x.device) * max(WARPS_PER_PROCESSOR // warps, 1))
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 2  # Triton's interpreter: few, so that a program has several tiles
+
+
+def launch(kernel: Any, programs: int, x: Tensor, /, *args: object, **meta: object) -> None:
+    """Run a kernel on x's device; args come after x in the kernel's signature."""
+    if programs:
+        with torch.cuda.device_of(x):
+            kernel[(programs,)](x, *args, enable_fp_fusion=True, **meta)

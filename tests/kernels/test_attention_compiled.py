@@ -1,0 +1,84 @@
+"""The attention kernels as the compiler makes them, without a GPU."""
+
+import re
+
+import pytest
+import torch
+from compiled import SHARED_LIMIT, compiled, variants
+
+
+def launches(dtype, width, mode, group=1, lengths=(1000,), tf32=False):
+    def launch():
+        for length in lengths:
+            launch_one(dtype, width, mode, group, length, tf32)
+
+    return launch
+
+
+def launch_one(dtype, width, mode, group, length, tf32):
+    from stars_fast.ops.triton.attention import attention
+    from stars_fast.ops.triton.attention_backward import attention_backward
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    heads, kv_heads = 4, 4 // group
+    fused = empty(2, 1, length, heads + 2 * kv_heads, width).transpose(2, 3)
+    q, k, v = fused.split([heads, kv_heads, kv_heads], 2)
+    spans = empty(1, length, 2, dtype=torch.int32) if mode == "spans" else None
+    setting = (spans, spans, mode == "causal", width**-0.5)
+    out, lse, mu = attention(q, k, v, *setting)
+    attention_backward(torch.empty_like(out), q, k, v, out, lse, mu, *setting)
+
+
+LENGTHS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 100, 128, 1000, 1024, 4097, 65536, 2**20, 2**24)
+CASES = {
+    "D64-causal-bf16": launches(torch.bfloat16, 64, "causal"),
+    "D64-spans-bf16": launches(torch.bfloat16, 64, "spans"),
+    "D64-full-tf32": launches(torch.float32, 64, "full", tf32=True),
+    "D128-causal-bf16": launches(torch.bfloat16, 128, "causal"),
+    "D128-spans-bf16": launches(torch.bfloat16, 128, "spans"),
+    "D256-spans-fp16": launches(torch.float16, 256, "spans"),
+    # For the table alone.
+    "D64-causal-fp32": launches(torch.float32, 64, "causal"),
+    "D80-spans-fp16": launches(torch.float16, 80, "spans"),
+    "D128-causal-fp32": launches(torch.float32, 128, "causal"),
+    "D128-full-group4-bf16": launches(torch.bfloat16, 128, "full", 4),
+    "D256-causal-bf16": launches(torch.bfloat16, 256, "causal"),
+    # Only counted.
+    "lengths-aligned": launches(torch.bfloat16, 40, "spans", lengths=LENGTHS),
+    "lengths-unaligned": launches(torch.bfloat16, 20, "spans", lengths=LENGTHS),
+}
+# Spans take most registers, so causal kernels are compiled once.
+TESTED = {
+    "sm_80": ("D64-spans-bf16", "D128-spans-bf16", "D64-full-tf32"),
+    "sm_86": ("D128-spans-bf16",),
+    "sm_90": ("D64-spans-bf16", "D128-spans-bf16", "D128-causal-bf16", "D256-spans-fp16"),
+}
+SPILL_LIMIT = 256  # bytes a thread; what does not fit spills many hundreds
+
+
+@pytest.mark.parametrize("arch", TESTED)
+def test_kernels_fit_and_are_pipelined(arch):
+    cases = "|".join(map(re.escape, TESTED[arch]))
+    figures = compiled("test_attention_compiled", (arch,), f"^({cases})$")
+    assert {row["case"] for row in figures} == set(TESTED[arch])
+    for row in figures:
+        name = "{case} {kernel}".format(**row)
+        assert row["shared"] <= SHARED_LIMIT[arch], name
+        assert row["spill_stores"] <= SPILL_LIMIT, name
+        assert row["spill_loads"] <= SPILL_LIMIT, name
+        assert not row["serialised"], name
+        if row["kernel"] != "_row_sums":
+            assert row["registers"] > 32, f"{name}: the register allocator gave up"
+            assert row["ldgsts"] > 0, name
+            # The widest heads leave room for 32 rows, which are too few for wgmma.
+            hopper = arch == "sm_90" and "D256" not in row["case"]
+            assert row["hgmma" if hopper else "hmma"] > 0, name
+
+
+def test_lengths_do_not_multiply_the_kernels():
+    counts = variants("test_attention_compiled", "lengths-aligned")
+    assert set(counts.values()) == {1}
+    assert max(variants("test_attention_compiled", "lengths-unaligned").values()) <= 2

@@ -1,0 +1,301 @@
+"""The Triton attention against torch.func.jvp of its reference and autograd of that, in fp64.
+
+On the CPU in Triton's interpreter, which computes bf16 wrongly; bf16 needs a GPU.
+"""
+
+import pytest
+import torch
+
+from stars_fast.ops import reference
+
+pytest.importorskip("triton")
+
+from stars_fast.ops.triton.attention import attention
+from stars_fast.ops.triton.attention_backward import attention_backward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Relative error in the L2 norm: a few hundred roundings of fp32, and one of each weight to 16 bits.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 8e-3}
+HALVES = ((1.0, 1.0), (0.0, 1.0), (1.0, 0.0))
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def packed(*lengths):
+    """Causal spans [1, S, 2] of documents one after the other; a negative length sees nothing."""
+    rows, start = [], 0
+    for length in lengths:
+        for i in range(abs(length)):
+            rows.append((start, start + i + 1) if length > 0 else (start, start))
+        start += abs(length)
+    return torch.tensor([rows], dtype=torch.int32)
+
+
+def window(length, size):
+    """Each query sees itself and the size - 1 keys before."""
+    return torch.tensor([[(max(0, i + 1 - size), i + 1) for i in range(length)]], dtype=torch.int32)
+
+
+def padded(length, *kept):
+    """Causal spans [B, S, 2] of batches of which only keys [from, to) exist."""
+    return torch.tensor(
+        [[(lo, max(lo, min(i + 1, hi))) for i in range(length)] for lo, hi in kept],
+        dtype=torch.int32,
+    )
+
+
+def mask_of(spans, keys):
+    """Spans [B, Sq, 2] as a mask [B, 1, Sq, Sk]."""
+    j = torch.arange(keys, device=spans.device)
+    return ((j >= spans[..., :1]) & (j < spans[..., 1:]))[:, None]
+
+
+def key_spans_of(spans, keys):
+    """The hull [B, Sk, 2] of the queries that see a key."""
+    mask = mask_of(spans, keys)[:, 0].mT
+    queries = torch.arange(mask.shape[2], device=spans.device)
+    lo = torch.where(mask, queries, mask.shape[2]).amin(2)
+    hi = torch.where(mask, queries + 1, 0).amax(2)
+    return torch.stack((lo, hi), 2).int()
+
+
+def error(got, expected):
+    """Relative; where the exact gradient vanishes, as that of the logits of one key, absolute."""
+    size, each = expected.norm().item(), expected.numel() ** 0.5
+    return (got.double() - expected).norm().item() / (size if size > 1e-12 * each else each)
+
+
+def expected_results(q, k, v, mask, causal, scale, bars):
+    """Value and tangent, and for each cotangent the gradients of q, k, v, in fp64."""
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    pair = torch.func.jvp(
+        lambda *x: reference.attention(*x, mask, causal, scale),
+        tuple(x[0] for x in leaves),
+        tuple(x[1] for x in leaves),
+    )
+    grads = [
+        torch.autograd.grad(pair, leaves, tuple(bar.double()), retain_graph=True) for bar in bars
+    ]
+    return torch.stack(pair).detach(), grads
+
+
+def errors(q, k, v, spans=None, causal=False, scale=None):
+    """The largest relative error of o, o_dot, and of the halves of each gradient over cotangents of
+    both outputs and of each alone."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    keys = k.shape[3]
+    spans = None if spans is None else spans.to(DEVICE)
+    mask = None if spans is None else mask_of(spans, keys)
+    key_spans = None if spans is None else key_spans_of(spans, keys)
+    bar = randn(*q.shape, seed=9, dtype=q.dtype)
+    bars = [bar * bar.new_tensor(halves).view(2, 1, 1, 1, 1) for halves in HALVES]
+    expected, expected_grads = expected_results(q, k, v, mask, causal, scale, bars)
+    out, lse, mu = attention(q, k, v, spans, key_spans, causal, scale)
+    assert out.dtype == q.dtype
+    assert out.transpose(2, 3).is_contiguous()
+    assert lse.dtype == mu.dtype == torch.float32
+    found = {"o": error(out[0], expected[0]), "o_dot": error(out[1], expected[1])}
+    for bar, theirs in zip(bars, expected_grads, strict=True):
+        mine = attention_backward(bar, q, k, v, out, lse, mu, spans, key_spans, causal, scale)
+        for name, x, y in zip("qkv", mine, theirs, strict=True):
+            assert x.dtype == q.dtype
+            assert x.shape == y.shape
+            for half, suffix in enumerate(("", "_dot")):
+                key = f"{name}{suffix}_bar"
+                found[key] = max(found.get(key, 0.0), error(x[half], y[half]))
+    return found
+
+
+def inputs(batch, heads, kv_heads, length, keys, width, dtype=torch.float32):
+    return (
+        randn(2, batch, heads, length, width, dtype=dtype),
+        randn(2, batch, kv_heads, keys, width, seed=1, dtype=dtype),
+        randn(2, batch, kv_heads, keys, width, seed=2, dtype=dtype),
+    )
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Memory that nothing has been written to is NaN."""
+
+    def poison(plain):
+        def allocate(*args, **kwargs):
+            x = plain(*args, **kwargs)
+            return x.fill_(torch.nan) if x.is_floating_point() else x
+
+        return allocate
+
+    monkeypatch.setattr(torch, "empty", poison(torch.empty))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
+
+
+def check(*args, **kwargs):
+    q = args[0]
+    for name, value in errors(*args, **kwargs).items():
+        assert value <= TOLERANCE[q.dtype], name
+
+
+DENSE = {
+    # batch, heads, kv heads, queries, keys, width
+    "S1-D64": (2, 1, 1, 1, 1, 64),
+    "S33-D16-H4/2": (1, 4, 2, 33, 33, 16),
+    "S80-D40": (1, 1, 1, 80, 80, 40),
+    "S33-D64-H4/1": (1, 4, 1, 33, 33, 64),
+    "S97-D64": (1, 1, 1, 97, 97, 64),
+    "B2-S40-D80": (2, 1, 1, 40, 40, 80),
+    "S33-D96": (1, 1, 1, 33, 33, 96),
+    "S33-D256": (1, 1, 1, 33, 33, 256),
+    "Sq33-Sk80-D8": (1, 1, 1, 33, 80, 8),
+    "Sq80-Sk33-D64": (1, 1, 1, 80, 33, 64),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("shape", DENSE.values(), ids=DENSE.keys())
+def test_dense(shape, causal):
+    check(*inputs(*shape), causal=causal)
+
+
+def test_a_longer_one():
+    check(*inputs(1, 1, 1, 200, 200, 128), causal=True)
+
+
+SPANNED = {
+    "packed": ((1, 2, 1, 97, 97, 64), packed(1, 40, -3, 1, 30, 16, 6)),
+    "packed-long": ((1, 1, 1, 200, 200, 16), packed(70, 1, 129)),
+    "one-document": ((1, 1, 1, 80, 80, 40), packed(80)),
+    "left-pad": ((3, 1, 1, 50, 50, 64), padded(50, (0, 50), (7, 50), (50, 50))),
+    "right-pad": ((2, 2, 1, 50, 50, 16), padded(50, (0, 50), (0, 33))),
+    "window": ((2, 1, 1, 80, 80, 80), window(80, 20)),
+    "window-wide": ((1, 1, 1, 97, 97, 128), window(97, 64)),
+    "bottom-right": ((1, 2, 1, 17, 80, 64), padded(80, (0, 80))[:, -17:]),
+    "nothing-seen": ((1, 1, 1, 33, 33, 64), packed(-33)),
+    "D256": ((1, 1, 1, 33, 33, 256), packed(16, 17)),
+}
+
+
+@pytest.mark.parametrize(("shape", "spans"), SPANNED.values(), ids=SPANNED.keys())
+def test_spans(shape, spans):
+    check(*inputs(*shape), spans)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("shape", "spans"),
+    [((1, 2, 1, 50, 50, 64), None), ((1, 1, 1, 65, 65, 128), packed(20, 45))],
+    ids=["causal", "packed"],
+)
+def test_16_bits(shape, spans, dtype):
+    if dtype == torch.bfloat16 and DEVICE == "cpu":
+        pytest.skip("the interpreter multiplies the bits of bf16 as integers")
+    check(*inputs(*shape, dtype=dtype), spans, causal=spans is None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_a_component_that_all_tangents_of_keys_share_costs_no_precision(dtype):
+    q, k, v = inputs(1, 1, 1, 65, 65, 64, dtype)
+    k[1] += 16 * randn(64, seed=5, dtype=dtype)
+    found = errors(q, k, v, packed(20, 45))
+    # dS_dot is rounded to 16 bits before its product with K_dot: q_bar has the error of any
+    # attention whose keys share a component.
+    assert all(value <= TOLERANCE[dtype] for name, value in found.items() if name != "q_bar")
+
+
+def test_rows_that_see_nothing_give_zero():
+    q, k, v = inputs(1, 1, 1, 40, 40, 16)
+    spans = packed(20, -10, 10).to(DEVICE)
+    setting = (spans, key_spans_of(spans, 40), False, 0.25)
+    out, lse, mu = attention(q, k, v, *setting)
+    empty = slice(20, 30)
+    assert (out[:, :, :, empty] == 0).all()
+    assert (lse[:, :, empty] == -torch.inf).all()
+    assert (mu[:, :, empty] == 0).all()
+    for grad in attention_backward(randn(*q.shape), q, k, v, out, lse, mu, *setting):
+        assert (grad[:, :, :, empty] == 0).all()
+
+
+def test_large_logits_stay_finite():
+    q, k, v = inputs(1, 1, 1, 40, 40, 16)
+    q, k = 100 * q, 100 * k  # logits of 1e4 and more
+    setting = (None, None, True, 1.0)
+    out, lse, mu = attention(q, k, v, *setting)
+    expected = reference.attention(q[0].double(), k[0].double(), v[0].double(), None, True, 1.0)
+    assert lse.abs().max() > 1e4
+    assert error(out[0], expected) <= 1e-2  # of a logit of 1e5 fp32 keeps two digits
+    grads = attention_backward(randn(*q.shape), q, k, v, out, lse, mu, *setting)
+    assert all(torch.isfinite(x).all() for x in (out, lse, mu, *grads))
+
+
+def slices_of(fused, heads, kv_heads):
+    """q, k and v of one projection [2, B, S, H + 2 Hkv, D]."""
+    return fused.transpose(2, 3).split((heads, kv_heads, kv_heads), 2)
+
+
+@pytest.mark.parametrize("width", [40, 13], ids=["aligned", "unaligned"])
+def test_reads_slices_of_one_projection_without_a_copy(width, monkeypatch):
+    q, k, v = slices_of(randn(2, 1, 33, 4, width), 2, 1)
+
+    def copies(*args, **kwargs):
+        raise AssertionError("copied")
+
+    plain = attention(q, k, v, None, None, True, 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "contiguous", copies)
+        again = attention(q, k, v, None, None, True, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    check(q, k, v, causal=True)
+
+
+def test_other_layouts():
+    q, k, v = inputs(1, 1, 1, 33, 33, 16)
+    last_but_one = [x.mT.contiguous().mT for x in (q, k, v)]
+    assert all(x.stride(-1) != 1 for x in last_but_one)
+    check(*last_but_one, causal=True)
+    check(q, k[:, :, :, :1].expand_as(k), v, causal=True)
+
+
+def test_addresses_beyond_32_bits(monkeypatch):
+    if DEVICE == "cpu":  # the interpreter would copy all of the storage onto itself
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *args: None)
+    step = 2**26  # times 32 rows: 2^31
+    storage = torch.zeros(33 * step, dtype=torch.float16, device=DEVICE)
+    q, k, v = (
+        storage.as_strided((2, 1, 1, 33, 16), (64, 0, 0, step, 1), storage_offset=16 * i).copy_(x)
+        for i, x in enumerate(inputs(1, 1, 1, 33, 33, 16, torch.float16))
+    )
+    check(q, k, v, causal=True)
+
+
+def test_no_queries_and_no_keys():
+    for length, keys in ((0, 5), (5, 0), (0, 0)):
+        q, k, v = inputs(1, 2, 1, length, keys, 16)
+        out, lse, mu = attention(q, k, v, None, None, False, 1.0)
+        assert out.shape == q.shape
+        assert (out == 0).all()
+        grads = attention_backward(out, q, k, v, out, lse, mu, None, None, False, 1.0)
+        assert all(
+            (g == 0).all() and g.shape == x.shape for g, x in zip(grads, (q, k, v), strict=True)
+        )
+
+
+def test_wider_heads_are_refused_by_name():
+    q, k, v = inputs(1, 1, 1, 1, 1, 257)
+    with pytest.raises(ValueError, match="up to 256 wide, got 257"):
+        attention(q, k, v, None, None, False, 1.0)
+
+
+def print_errors():
+    """The worst error of each result over the shapes above, in fp32."""
+    worst = {}
+    cases = [(shape, None, causal) for shape in DENSE.values() for causal in (False, True)]
+    cases += [(shape, spans, False) for shape, spans in SPANNED.values()]
+    for shape, spans, causal in cases:
+        for name, value in errors(*inputs(*shape), spans, causal).items():
+            worst[name] = max(worst.get(name, 0.0), value)
+    for name, value in worst.items():
+        print(f"{name:10} {value:.1e}")

@@ -1,0 +1,156 @@
+"""The row and elementwise kernels as the compiler makes them for sm_80 and sm_90, without a GPU."""
+
+import pytest
+import torch
+from compiled import ARCHITECTURES, SHARED_LIMIT, compiled
+
+ROWS = 4096
+CASES = {}
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def norms(width, dtype=torch.bfloat16, centre=False, dual=True):
+    def launch():
+        from stars_fast.ops.triton.norm import norm, norm_backward
+
+        x, weight = empty(*(2,) * dual, ROWS, width, dtype=dtype), empty(width, dtype=dtype)
+        norm(x, weight, weight if centre else None, 1e-6, centre, dual)
+        norm_backward(x, x, weight, 1e-6, centre, dual, True, centre)
+
+    return launch
+
+
+def sandwiches(width, dual=True):
+    def launch():
+        from stars_fast.ops.triton.sandwich import sandwich, sandwich_backward
+
+        x, weight = empty(*(2,) * dual, ROWS, width), empty(width)
+        sandwich(x, x, weight, weight, 1e-6, 1e-6, dual)
+        sandwich_backward(x, x, x, x, weight, weight, 1e-6, 1e-6, dual)
+
+    return launch
+
+
+def softmaxes(width):
+    def launch():
+        from stars_fast.ops.triton.softmax import softmax, softmax_backward
+
+        x = empty(2, ROWS, width)
+        softmax(x, True)
+        softmax_backward(x, x, True)
+
+    return launch
+
+
+def gateds(width):
+    def launch():
+        from stars_fast.ops.triton.elementwise import gated, gated_backward
+
+        g, u = empty(2, ROWS, 2 * width).chunk(2, -1)
+        gated(g, u, "silu", True)
+        gated_backward(empty(2, ROWS, width), g, u, "silu", True)
+
+    return launch
+
+
+def pointwises(name):
+    def launch():
+        from stars_fast.ops.triton.elementwise import pointwise, pointwise_backward
+
+        x = empty(2, ROWS, 512)
+        pointwise(x, name, True)
+        pointwise_backward(x, x, name, True)
+
+    return launch
+
+
+def rotaries(width):
+    def launch():
+        from stars_fast.ops.triton.rotary import rotary
+
+        x, cos = empty(2, 4, 512, 16, width).transpose(2, 3), empty(1, 512, width)
+        rotary(x, cos, cos, False)
+
+    return launch
+
+
+def seeds(width):
+    def launch():
+        from stars_fast.ops.triton.seed import (
+            normal_squares,
+            row_squares,
+            row_squares_backward,
+            seed_stack,
+        )
+
+        seed, x, rows = empty(1, dtype=torch.int64), empty(ROWS, width), empty(ROWS)
+        normal_squares(seed, ROWS, width)
+        seed_stack(x, seed, rows.float())
+        row_squares(x)
+        row_squares_backward(rows.float(), x)
+
+    return launch
+
+
+for width in (512, 2048, 4096):
+    CASES[f"norm-D{width}"] = norms(width)
+    CASES[f"sandwich-D{width}"] = sandwiches(width)
+CASES["softmax-D1024"] = softmaxes(1024)
+CASES["gated-D5632"] = gateds(5632)
+CASES["rotary-D128"] = rotaries(128)
+CASES["seed-D2048"] = seeds(2048)
+TESTED = "^(" + "|".join(CASES) + ")$"
+# For the table alone.
+CASES |= {
+    "layer_norm-D2048": norms(2048, centre=True),
+    "pointwise-gelu": pointwises("gelu"),
+    "plain_norm-D2048": norms(2048, dual=False),
+    "plain_sandwich-D2048": sandwiches(2048, dual=False),
+    "norm-D128": norms(128),
+    "norm-D8192": norms(8192),
+    "sandwich-D8192": sandwiches(8192),
+    "norm-D4096-fp32": norms(4096, torch.float32),
+    "norm-D16384": norms(16384),
+    "sandwich-D1024": sandwiches(1024),
+    "softmax-D8192": softmaxes(8192),
+    "softmax-D100000": softmaxes(100000),
+    "pointwise-tanh": pointwises("tanh"),
+    "pointwise-sin": pointwises("sin"),
+}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    return compiled("test_rows_compiled", only=TESTED)
+
+
+def test_kernels_fit(kernels):
+    for kernel in kernels:
+        assert kernel["shared"] <= SHARED_LIMIT[kernel["arch"]], kernel
+        # Where the compiler gives up on registers, it spills kilobytes.
+        assert max(kernel["spill_stores"], kernel["spill_loads"]) <= 64, kernel
+
+
+def test_programs_that_keep_running_fit_together(kernels):
+    for kernel in kernels:
+        if kernel["kernel"] == "_backward" and "norm" in kernel["case"]:
+            assert kernel["registers"] <= 128, kernel
+
+
+def test_each_stream_is_read_once_in_16_bytes_a_thread(kernels):
+    # Two of each input; the rest are weights.
+    for case, kernel, least, most in (
+        ("norm-D2048", "_forward", 2, 3),
+        ("norm-D4096", "_backward", 4, 5),
+        ("sandwich-D2048", "_forward", 4, 6),
+        ("sandwich-D4096", "_backward", 8, 10),
+        ("softmax-D1024", "_forward", 2, 2),
+        ("gated-D5632", "_gated_backward", 6, 6),
+        ("rotary-D128", "_rotate", 6, 6),
+    ):
+        counts = [k["ldg.e.128"] for k in kernels if (k["case"], k["kernel"]) == (case, kernel)]
+        assert len(counts) == len(ARCHITECTURES)
+        assert all(least <= count <= most for count in counts), (case, kernel, counts)

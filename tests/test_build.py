@@ -1,0 +1,158 @@
+"""How the package builds and installs, with the compiled kernels and without."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from stars_fast.ops import extension
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("csrc", "stars_fast", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A copy of the sources in which nothing was built."""
+    skip = shutil.ignore_patterns("*.so", "__pycache__", "build", "*.egg-info")
+    for part in PARTS:
+        copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+        copy(
+            ROOT / part,
+            tmp_path / "tree" / part,
+            **({"ignore": skip} if copy is shutil.copytree else {}),
+        )
+    return tmp_path / "tree"
+
+
+def build(tree, command="bdist_wheel", **environment):
+    """`python setup.py <command>`; pip runs the same file."""
+    env = {k: v for k, v in os.environ.items() if k not in ("STARS_FAST_BUILD", "CXX")}
+    return subprocess.run(
+        [sys.executable, "setup.py", command],
+        cwd=tree,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def installed(tree, tmp_path):
+    """The Python of a fresh environment with the wheel in it, and torch from this one."""
+    (wheel,) = (tree / "dist").glob("*.whl")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(where, check=True, capture_output=True, text=True).stdout.strip())
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    return wheel, site, python
+
+
+def run(python, code, cwd):
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "STARS_FAST_BACKEND")}
+    return subprocess.run([python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+
+
+USE = """
+import torch, stars_fast
+from stars_fast import ops
+from stars_fast.ops import extension
+x = torch.ones(2, 3, 8)
+print(ops.rms_norm(x, None, 1e-5).shape, extension.load(), stars_fast.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_wheel_with_kernels_loads_in_a_fresh_environment(tree, tmp_path):
+    done = build(tree, STARS_FAST_BUILD="cpu")
+    assert done.returncode == 0, done.stderr
+    wheel, site, python = installed(tree, tmp_path)
+    assert wheel.name.split("-")[2:4] == ["py3", "none"]
+    used = run(python, USE, tmp_path)
+    assert used.returncode == 0, used.stderr
+    assert "True" in used.stdout
+    assert str(site) in used.stdout
+    assert "Warning" not in used.stderr
+
+
+@pytest.mark.slow
+def test_wheel_without_kernels_works_and_says_so_once(tree, tmp_path):
+    done = build(tree, STARS_FAST_BUILD="none")
+    assert done.returncode == 0, done.stderr
+    wheel, _, python = installed(tree, tmp_path)
+    assert wheel.name.endswith("py3-none-any.whl")
+    used = run(python, USE, tmp_path)
+    assert used.returncode == 0, used.stderr
+    assert "False" in used.stdout
+    assert used.stderr.count("compiled kernels are not built") == 1
+
+
+@pytest.mark.parametrize("environment", [{"CXX": "false"}, {"CXX": "/nowhere/c++"}])
+def test_without_a_compiler_the_build_is_pure_python_and_says_so(tree, environment):
+    done = build(tree, **environment)
+    assert done.returncode == 0, done.stderr
+    assert "without compiled kernels: no C++ compiler" in done.stderr
+    assert next((tree / "dist").glob("*.whl")).name.endswith("py3-none-any.whl")
+
+
+def test_without_torch_the_build_is_pure_python_and_says_so(tree, tmp_path):
+    # As in an isolated build: a torch that can't be imported.
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "torch.py").write_text("raise ImportError('not here')")
+    done = build(tree, PYTHONPATH=str(tmp_path / "hidden"))
+    assert done.returncode == 0, done.stderr
+    assert "torch is not in the build environment" in done.stderr
+    asked = build(tree, PYTHONPATH=str(tmp_path / "hidden"), STARS_FAST_BUILD="cpu")
+    assert asked.returncode != 0
+    assert "STARS_FAST_BUILD=cpu can't be built: torch is not" in asked.stderr
+
+
+def test_a_build_that_is_asked_for_and_impossible_is_an_error(tree):
+    done = build(tree, STARS_FAST_BUILD="cpu", CXX="false")
+    assert done.returncode != 0
+    assert "STARS_FAST_BUILD=cpu can't be built: no C++ compiler: 'false'" in done.stderr
+    done = build(tree, STARS_FAST_BUILD="fpga")
+    assert done.returncode != 0
+    assert "expected none, cpu or cuda, got 'fpga'" in done.stderr
+
+
+def test_the_source_archive_has_the_sources(tree):
+    done = build(tree, "sdist", STARS_FAST_BUILD="none")
+    assert done.returncode == 0, done.stderr
+    (archive,) = (tree / "dist").glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        names = {name.split("/", 1)[1] for name in files.getnames() if "/" in name}
+    sources = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert sources <= names
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(extension, "_FOLDER", tmp_path)
+    extension.load.cache_clear()
+    yield tmp_path
+    extension.load.cache_clear()
+
+
+def test_an_absent_extension_is_said_once(folder):
+    with pytest.warns(UserWarning, match="compiled kernels are not built"):
+        assert extension.load() is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert extension.load() is False
+
+
+def test_an_extension_that_does_not_load_is_an_error(folder):
+    file = folder / "_native.torch2.99.so"
+    file.write_bytes(b"not a library")
+    with pytest.raises(ImportError, match=r"torch2\.99\.so does not load with torch 2\..*>= 2\.99"):
+        extension.load()
