@@ -164,6 +164,14 @@ struct Abs {
   }
 };
 
+// As a gate: the plain product.
+struct Identity {
+  template <typename T>
+  static STARS_FN Jet<T> at(T x) {
+    return {x, T(1), T(0)};
+  }
+};
+
 // y = f(x), yd = f' xd
 template <class F, typename T>
 STARS_FN Pair<T> pointwise(T x, T xd) {

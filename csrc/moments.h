@@ -4,7 +4,7 @@
 // n_dot = r xd - n c, mean(b n) = r mean(b x) and mean(a n + b n_dot) = r mean(a x + b xd) - c s.
 #pragma once
 
-#include "../dual.h"
+#include "dual.h"
 
 namespace stars {
 

@@ -7,6 +7,7 @@ void by_activation(Function function, Body body) {
     case Function::gelu: return body(Gelu{});
     case Function::gelu_tanh: return body(GeluTanh{});
     case Function::relu: return body(Relu{});
+    case Function::identity: return body(Identity{});
     default: return;
   }
 }

@@ -20,8 +20,8 @@ struct Rows {
 };
 
 enum class Function {
-  silu, gelu, gelu_tanh, relu, sigmoid, tanh, exp, log, sqrt, rsqrt, reciprocal, square, sin, cos, erf,
-  abs
+  silu, gelu, gelu_tanh, relu, identity,  // as gates too
+  sigmoid, tanh, exp, log, sqrt, rsqrt, reciprocal, square, sin, cos, erf, abs
 };
 
 struct Call {

@@ -214,7 +214,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sandwich_backward(
 }
 
 Function function_of(const std::string& name) {
-  static const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu", "sigmoid", "tanh",
+  static const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu", "identity", "sigmoid", "tanh",
                                       "exp", "log", "sqrt", "rsqrt", "reciprocal", "square",
                                       "sin", "cos", "erf", "abs"};
   int i = 0;
@@ -227,7 +227,7 @@ Function function_of(const std::string& name) {
 
 Function activation_of(const std::string& name) {
   const Function function = function_of(name);
-  STD_TORCH_CHECK(function <= Function::relu, "stars_fast: unknown activation ", name);
+  STD_TORCH_CHECK(function <= Function::identity, "stars_fast: unknown activation ", name);
   return function;
 }
 

@@ -37,8 +37,10 @@ cudaError_t with_activation(Activation name, F f) {
       return f(Tag<Gelu>{});
     case Activation::gelu_tanh:
       return f(Tag<GeluTanh>{});
-    default:
+    case Activation::relu:
       return f(Tag<Relu>{});
+    default:
+      return f(Tag<Identity>{});
   }
 }
 

@@ -70,7 +70,7 @@ struct SandwichBackwardArgs {
 cudaError_t sandwich_backward(const SandwichBackwardArgs& p, Type type, bool dual,
                               cudaStream_t stream);
 
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu };
+enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, identity };
 
 struct GatedArgs {
   Rows g, u, y;

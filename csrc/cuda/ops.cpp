@@ -155,11 +155,12 @@ Activation activation(const char* op, const std::string& name) {
   const std::tuple<const char*, Activation> known[] = {{"silu", Activation::silu},
                                                        {"gelu", Activation::gelu},
                                                        {"gelu_tanh", Activation::gelu_tanh},
-                                                       {"relu", Activation::relu}};
+                                                       {"relu", Activation::relu},
+                                                       {"identity", Activation::identity}};
   for (const auto& [key, value] : known) {
     if (name == key) return value;
   }
-  STD_TORCH_CHECK(false, op, ".cuda: expected silu, gelu, gelu_tanh or relu, got ", name);
+  STD_TORCH_CHECK(false, op, ".cuda: expected silu, gelu, gelu_tanh, relu or identity, got ", name);
 }
 
 Tensor norm_op(const Tensor& x, const std::optional<Tensor>& weight,

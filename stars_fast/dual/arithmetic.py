@@ -12,6 +12,7 @@ from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import add_rule, rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 from stars_fast.ops.bias import add_bias
+from stars_fast.ops.gated import gated
 
 
 def split_pair(x: Any) -> tuple[Any, Tensor | None]:
@@ -102,6 +103,8 @@ for _name, _sign in (("add_", 1), ("__iadd__", 1), ("sub_", -1), ("__isub__", -1
 def mul(input: Any, other: Any) -> Dual:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     if a_dot is not None and b_dot is not None:
+        if a.shape == b.shape and a.dtype == b.dtype and not a.is_complex():
+            return Dual(gated(input.stack, other.stack, "identity"))
         return Dual.join(a * b, torch.addcmul(a_dot * b, a, b_dot))
     dual, constant = (input, b) if b_dot is None else (other, a)
     if _plain_stacks(dual, constant):

@@ -114,11 +114,15 @@ def attention(
     _check(q, k, v, spans)
     if spans is not None and (mask is not None or causal):
         raise ValueError("attention: spans must be None when mask or causal is given")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1:
         spans, mask, causal = _as_spans(q, k, mask, causal)
-    fused = mask is None and q.dtype == k.dtype == v.dtype and v.shape[-1] == q.shape[-1] <= 256
+    fused = mask is None and v.shape[-1] == q.shape[-1] <= 256
     if fused and compiled("attention", q) is not None:
         queries, keys = (None, None) if spans is None else (spans.queries, spans.keys)
         return _Fused.apply(q, k, v, queries, keys, causal, scale)

@@ -63,19 +63,20 @@ class _Tiling:
 
     def __init__(
         self,
-        q: Tensor,
-        k: Tensor,
+        q_shape: torch.Size,
+        k_shape: torch.Size,
         spans: Tensor | None,
         mask: Tensor | None,
         causal: bool,
+        device: torch.device,
     ) -> None:
-        _, self.batch, heads, self.length, _ = q.shape
-        _, _, self.kv_heads, self.keys, _ = k.shape
+        _, self.batch, heads, self.length, _ = q_shape
+        _, _, self.kv_heads, self.keys, _ = k_shape
         self.groups = heads // self.kv_heads
         starts = range(0, self.length, _QUERIES)
         if spans is None:
             make = causal_spans if causal else full_spans
-            self.spans = make(self.length, self.keys, q.device)
+            self.spans = make(self.length, self.keys, device)
             stops = [min(i + _QUERIES, self.keys) if causal else self.keys for i in starts]
             self.blocks = [(i, 0, stop) for i, stop in zip(starts, stops, strict=True)]
         else:
@@ -174,10 +175,11 @@ class BlockedAttention(torch.autograd.Function):
         causal: bool,
         scale: float,
     ) -> Tensor:
-        ctx.save_for_backward(q, k, v, spans, mask)
-        ctx.options = causal, scale
-        tiling = _Tiling(q, k, spans, mask, causal)
+        tiling = _Tiling(q.shape, k.shape, spans, mask, causal, q.device)
         qs, ks, vs = _split(q, k, v, scale)
+        # Not q, k, v: those may be views of a projection that would live on for them alone.
+        ctx.save_for_backward(qs, ks, vs, spans, mask)
+        ctx.options = q.shape, k.shape, v.shape, q.dtype, causal, scale
         out = vs.new_zeros((*qs.shape[:-1], vs.shape[-1]))
         with no_autocast(q):
             for tile in tiling.tiles():
@@ -186,19 +188,18 @@ class BlockedAttention(torch.autograd.Function):
                 rows = out[:, tile.heads, :, tile.queries]
                 rows[0] = torch.bmm(p, v0).view(rows.shape[1:])
                 rows[1] = torch.bmm(p_dot, v0).baddbmm_(p, v1).view(rows.shape[1:])
-        return _joined(out, q)
+        return _joined(out, q.shape, q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, spans, mask = ctx.saved_tensors
-        causal, scale = ctx.options
-        tiling = _Tiling(q, k, spans, mask, causal)
-        qs, ks, vs = _split(q, k, v, scale)
-        g = _grouped(widen(grad), k.shape[2]).contiguous()
+        qs, ks, vs, spans, mask = ctx.saved_tensors
+        q_shape, k_shape, v_shape, dtype, causal, scale = ctx.options
+        tiling = _Tiling(q_shape, k_shape, spans, mask, causal, qs.device)
+        g = _grouped(widen(grad), k_shape[2]).contiguous()
         dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
         backward = implementation("attention_weights_backward", qs)
-        with no_autocast(q):
+        with no_autocast(qs):
             for tile in tiling.tiles():
                 p, p_dot = tiling.weights(qs, ks, tile)
                 q0, q1 = tiling.rows(qs[0], tile), tiling.rows(qs[1], tile)
@@ -216,8 +217,8 @@ class BlockedAttention(torch.autograd.Function):
                 rows[1] = torch.bmm(dp_dot, k0).view(rows.shape[1:])
                 dk[0, tile.heads, tile.keys].baddbmm_(dp.mT, q0).baddbmm_(dp_dot.mT, q1)
                 dk[1, tile.heads, tile.keys].baddbmm_(dp_dot.mT, q0)
-        dq_out = _joined(dq.mul_(scale), q)
-        dk_out, dv_out = (d.view(x.shape).to(x.dtype) for d, x in ((dk, k), (dv, v)))
+        dq_out = _joined(dq.mul_(scale), q_shape, dtype)
+        dk_out, dv_out = dk.view(k_shape).to(dtype), dv.view(v_shape).to(dtype)
         return dq_out, dk_out, dv_out, None, None, None, None
 
 
@@ -237,7 +238,7 @@ def _split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tenso
     )
 
 
-def _joined(x: Tensor, q: Tensor) -> Tensor:
-    """[2, B * Hkv, G, Sq, D] -> [2, B, H, Sq, D] in q's dtype and memory order [.., Sq, H, D]."""
-    full = x.view(*q.shape[:-1], x.shape[-1])
-    return full.transpose(2, 3).to(q.dtype).contiguous().transpose(2, 3)
+def _joined(x: Tensor, q_shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """[2, B * Hkv, G, Sq, D] -> [2, B, H, Sq, D] in `dtype` and memory order [.., Sq, H, D]."""
+    full = x.view(*q_shape[:-1], x.shape[-1])
+    return full.transpose(2, 3).to(dtype).contiguous().transpose(2, 3)

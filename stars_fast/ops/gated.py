@@ -1,4 +1,5 @@
-"""Gated activation (SwiGLU with f = silu, GeGLU with f = gelu), dual forward and its backward.
+"""Gated activation (SwiGLU with f = silu, GeGLU with f = gelu, the plain product with f = identity),
+dual forward and its backward.
 
     y = f(g) u                    y_dot = f'(g) g_dot u + f(g) u_dot
     g_dot_bar = y_dot_bar f' u    u_dot_bar = y_dot_bar f

@@ -94,7 +94,7 @@ for _name, _schema in SCHEMAS.items():
         _library.define(f"{_name}.{_backend}{_schema}")
 
 # Elementwise functions that a backend has, where it does not have all.
-_GATES = frozenset(("silu", "gelu", "gelu_tanh", "relu"))
+_GATES = frozenset(("silu", "gelu", "gelu_tanh", "relu", "identity"))
 _FUNCTIONS = {
     (name, backend): _GATES for name in ("gated", "gated_backward") for backend in BACKENDS
 }

@@ -51,6 +51,10 @@ def _relu(x: Tensor) -> Triple:
     return F.relu(x), (x > 0).to(x.dtype), torch.zeros_like(x)
 
 
+def _identity(x: Tensor) -> Triple:
+    return x, torch.ones_like(x), torch.zeros_like(x)
+
+
 def _sigmoid(x: Tensor) -> Triple:
     s = torch.sigmoid(x)
     slope = s * (1 - s)
@@ -116,6 +120,7 @@ DERIVATIVES: dict[str, Callable[[Tensor], Triple]] = {
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
     "relu": _relu,
+    "identity": _identity,
     "sigmoid": _sigmoid,
     "tanh": _tanh,
     "exp": _exp,

@@ -51,6 +51,7 @@ def pointwise(x: Tensor, name: str) -> Tensor:
         "gelu": F.gelu,
         "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
         "relu": F.relu,
+        "identity": lambda z: z,
         "square": torch.square,
     }
     return functions[name](x) if name in functions else getattr(torch, name)(x)

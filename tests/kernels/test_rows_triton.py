@@ -344,7 +344,7 @@ def check_gated(name, g, u):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "identity"])
 @pytest.mark.parametrize("shape", [(1, 1), (0, 4), (3, 400)], ids=str)
 def test_gated(shape, name, dtype):
     check_gated(name, randn(2, *shape, dtype=dtype), randn(2, *shape, seed=1, dtype=dtype))

@@ -16,7 +16,7 @@ import torch
 HERE = Path(__file__).parent / "emulator"
 CSRC = Path(__file__).parents[2] / "csrc" / "cuda"
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}
 GUARD = 64
 
 

@@ -73,7 +73,7 @@ def test_sandwich(emulator, width, dtype, dual, normed):
     )
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "identity"])
 @pytest.mark.parametrize(("dtype", "width"), [("fp32", 2816), ("bf16", 8), ("fp16", 1001)])
 @pytest.mark.parametrize("dual", [True, False], ids=["dual", "plain"])
 def test_gated(emulator, name, dtype, width, dual):

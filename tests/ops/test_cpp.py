@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 # fp32: a few roundings of 6e-8 an entry, and sums over a row.
 FP32 = 2e-6
 EPS = 1e-5
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu"]
+ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "identity"]
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ def test_row_ops(rows, width, dtype, dual):
     check_sandwich(*sandwich, x, other, None, wide, dual, (eps, eps))
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "identity"])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [1, 33, 64, 5632])
 @pytest.mark.parametrize("dual", [True, False], ids=["dual", "plain"])
@@ -148,7 +148,7 @@ def test_bad_input_is_named():
     x = stack(4, 64, "bf16", True)
     with pytest.raises(RuntimeError, match="weight must be of shape"):
         op("norm")(x, weight(63, 3), None, 1e-5, False, True)
-    with pytest.raises(RuntimeError, match="expected silu, gelu, gelu_tanh or relu, got sigmoid"):
+    with pytest.raises(RuntimeError, match="expected silu, gelu, gelu_tanh, relu or identity, got sigmoid"):
         op("gated")(x, x, "sigmoid", True)
     with pytest.raises(RuntimeError, match="grad must have"):
         op("norm_backward")(x.float(), x, None, 1e-5, False, True, False, False)

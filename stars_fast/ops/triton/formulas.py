@@ -134,6 +134,8 @@ def jet(x, NAME: tl.constexpr):
         y, first, second = _gelu_tanh(x)
     elif NAME == "relu":
         y, first, second = _relu(x)
+    elif NAME == "identity":
+        y, first, second = x, tl.full(x.shape, 1.0, x.dtype), tl.zeros_like(x)
     elif NAME == "sigmoid":
         y, first, second = _sigmoid(x)
     elif NAME == "tanh":
