@@ -1,0 +1,77 @@
+"""What Python costs: a turn of 24 tiny layers, where the arithmetic takes no time.
+
+    python benchmarks/host_cost.py [--layers 24]
+
+Milliseconds a turn of Llama layers (Hugging Face's code) and of the benchmark's own sandwich
+layers, d 16, 4 tokens, one CPU thread: what the host needs before a GPU gets its work. Where the
+GPU needs less, the turn is bound by the host; `GraphedBlock` is for that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+from blocks import SandwichLayer, stack
+from torch import Tensor, nn
+from ways import commit
+
+from stars_fast import fused_jsrr
+
+
+class LlamaTurn(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig
+        from transformers.models.llama import modeling_llama as llama
+
+        config = LlamaConfig(
+            hidden_size=16, num_attention_heads=2, num_key_value_heads=2, intermediate_size=32
+        )
+        config._attn_implementation = "sdpa"
+        self.layers = nn.ModuleList(llama.LlamaDecoderLayer(config, 0) for _ in range(layers))
+        self.rotary = llama.LlamaRotaryEmbedding(config)
+
+    def forward(self, h: Tensor) -> Tensor:
+        tables = self.rotary(h, torch.arange(h.shape[1])[None])
+        for layer in self.layers:
+            h = layer(h, position_embeddings=tables)
+        return h
+
+
+def best(run: Callable[[], object], repeats: int = 15) -> float:
+    """Milliseconds of the fastest call."""
+    run()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * min(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=24)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    h = torch.randn(1, 4, 16)
+    print(f"{options.layers} layers, torch {torch.__version__}, commit {commit()}")
+    print("| block | plain forward | plain both | dual forward | dual both |")
+    print("|---|---|---|---|---|")
+    blocks = {"Llama": LlamaTurn(options.layers)}
+    blocks["sandwich"] = stack(SandwichLayer, options.layers, 16, 2, 32)
+    for name, block in blocks.items():
+        cells = [
+            best(lambda b=block: b(h)),
+            best(lambda b=block: b(h).sum().backward()),
+            best(lambda b=block: fused_jsrr(b, h)),
+            best(lambda b=block: fused_jsrr(b, h).backward()),
+        ]
+        print(f"| {name} | " + " | ".join(f"{cell:.1f}" for cell in cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
