@@ -81,7 +81,7 @@ def test_readme_tree_is_the_one_on_disk():
 
 
 def test_readme_has_no_gaps():
-    assert not re.findall(r"\b[A-Z]+_[A-Z_]+\b", README)
+    assert not re.findall(r"\b(?!STARS_FAST)[A-Z]+_[A-Z_]+\b", README)
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("http") or (ROOT / target).exists(), target
 

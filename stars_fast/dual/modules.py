@@ -204,14 +204,16 @@ def _activation_name(act: Any) -> str | None:
     x = _points()
     try:
         with torch.no_grad():
-            y = act(x)
+            y, narrow = act(x), act(x.bfloat16())
     except Exception:  # not a plain function of one tensor
         return None
-    return _name_of(x, y)
+    keeps_dtype = isinstance(narrow, Tensor) and narrow.dtype == torch.bfloat16
+    return _name_of(x, y) if keeps_dtype else None
 
 
 def _points() -> Tensor:
-    return torch.cat((torch.linspace(-6, 6, 97), torch.logspace(1, 4, 7), -torch.logspace(1, 4, 7)))
+    far = torch.cat((torch.logspace(1, 4, 7), torch.logspace(8, 30, 3)))
+    return torch.cat((torch.linspace(-6, 6, 97), far, -far))
 
 
 def _name_of(x: Tensor, y: Any) -> str | None:
@@ -227,9 +229,10 @@ def _as_activation(forward: Forward, module: nn.Module) -> Forward | None:
     """An activation written out from parts, such as the tanh GELU of GPT-2."""
     if module._parameters or module._buffers or module._modules:
         return None
-    x = _points().view(3, 37)  # 97 + 14 points
+    x = _points().view(3, 39)  # 97 + 20 points
     activation = _name_of(x, _trial(forward, module, x))
-    if activation is None:
+    narrow = _trial(forward, module, x.bfloat16())
+    if activation is None or narrow is None or narrow.dtype != torch.bfloat16:
         return None
     name = type(module).__name__
 

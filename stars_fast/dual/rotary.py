@@ -66,20 +66,24 @@ def _fits(x: Any, cos: Tensor, sin: Tensor) -> bool:
         and x.dim() == 4
         and cos.dim() == 3
         and cos.shape[0] in (1, x.shape[0])
-        and cos.shape[1:] == x.shape[2:] == sin.shape[1:]
+        and cos.shape[1:] == x.shape[2:]
+        and cos.shape == sin.shape
+        and x.shape[-1] % 2 == 0
         and torch.promote_types(x.dtype, cos.dtype) == x.dtype
+        and cos.dtype == sin.dtype
         and not (cos.requires_grad or sin.requires_grad)
     )
 
 
 def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def apply_rotary_pos_emb(
-        q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        plain = type(cos) is Tensor and type(sin) is Tensor and not args and not kwargs
+    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 4 or kwargs:
+            return original(*args, **kwargs)
+        q, k, cos, sin = args
+        plain = type(cos) is Tensor and type(sin) is Tensor
         if not plain or not _fits(q, cos, sin) or not _fits(k, cos, sin):
-            return original(q, k, cos, sin, *args, **kwargs)
+            return original(*args)
         turned = tuple(Dual(ops.rotary(x.stack, cos, sin)) for x in (q, k))
         report(_NAME, "fused")
         return turned[0], turned[1]

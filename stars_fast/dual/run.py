@@ -11,6 +11,7 @@ from torch import Tensor
 from stars_fast.dual.modules import adopt
 from stars_fast.dual.scope import dual_scope
 from stars_fast.dual.tensor import Dual
+from stars_fast.ops.spans import masks_of_one_pass
 
 
 @torch.compiler.disable
@@ -31,7 +32,7 @@ def dual_pass(
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
     adopt(block)
-    with dual_scope():
+    with dual_scope(), masks_of_one_pass():
         output = first_output(block(Dual(stack), *args, **kwargs))
     if type(output) is not Dual:
         raise TypeError(

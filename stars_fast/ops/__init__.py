@@ -2,7 +2,8 @@
 
 Each public function takes and returns stacks [2, ...] (primal first, tangent second). The spec of
 every op is its entry in `reference.py`: the dual is `torch.func.jvp` of it, the gradient autograd
-of that, in fp64. `library.py` says which backend computes an op and how to force one.
+of that, in fp64. The ops differentiate once, and not under torch.func. `library.py` says which
+backend computes an op and how to force one.
 """
 
 from stars_fast.ops.attention import attention

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.attention_blocked import BlockedAttention
 from stars_fast.ops.library import compiled, shapes
 from stars_fast.ops.spans import Spans
@@ -109,7 +110,8 @@ def attention(
         give 0. 16-bit inputs compute in fp32. O(Sq + Sk) memory.
 
     Raises:
-        ValueError: shapes do not fit together, or `spans` comes with `mask` or `causal`.
+        TypeError, ValueError: an argument of the wrong dtype or shape, or `spans` with `mask` or
+            `causal`.
     """
     _check(q, k, v, spans)
     if spans is not None and (mask is not None or causal):
@@ -120,8 +122,12 @@ def attention(
         )
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if mask is not None and mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1:
-        spans, mask, causal = _as_spans(q, k, mask, causal)
+    if mask is not None:
+        mask = _four_dimensional(mask, q, k)
+        if mask.dtype == torch.bool and mask.shape[1] == 1:
+            spans = Spans.of_mask(mask.expand(-1, 1, q.shape[3], k.shape[3]))
+        if spans is not None:
+            spans, mask, causal = spans.causal() if causal else spans, None, False
     fused = mask is None and v.shape[-1] == q.shape[-1] <= 256
     if fused and compiled("attention", q) is not None:
         queries, keys = (None, None) if spans is None else (spans.queries, spans.keys)
@@ -130,20 +136,24 @@ def attention(
     return BlockedAttention.apply(q, k, v, queries, mask, causal, scale)
 
 
-def _as_spans(
-    q: Tensor, k: Tensor, mask: Tensor, causal: bool
-) -> tuple[Spans | None, Tensor | None, bool]:
-    """Spans for a boolean mask that has the form, else the mask."""
-    if causal:
-        ones = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
-        mask = mask & ones.tril_()
-    full = mask.expand(mask.shape[0], 1, q.shape[-2], k.shape[-2])
-    spans = Spans.of_mask(full)
-    return (None, full, False) if spans is None else (spans, None, False)
+def _four_dimensional(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """[B or 1, H or 1, Sq or 1, Sk or 1]."""
+    full = (*q.shape[1:4], k.shape[3])
+    shape = (*[1] * (4 - mask.dim()), *mask.shape)
+    if len(shape) != 4 or any(n not in (1, m) for n, m in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"attention: mask must broadcast to [B, H, Sq, Sk] = {list(full)}, "
+            f"got {list(mask.shape)}"
+        )
+    return mask.view(shape)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> None:
-    if k.shape[:4] != v.shape[:4] or q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1]:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_stack("attention", name, x)
+    fits = q.dim() == k.dim() == v.dim() == 5
+    fits = fits and k.shape[:4] == v.shape[:4] and q.shape[:2] == k.shape[:2]
+    if not fits or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             "attention: expected q [2, B, H, Sq, D], k [2, B, Hkv, Sk, D], v [2, B, Hkv, Sk, Dv], "
             f"got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"

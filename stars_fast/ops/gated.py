@@ -1,5 +1,5 @@
-"""Gated activation (SwiGLU with f = silu, GeGLU with f = gelu, the plain product with f = identity),
-dual forward and its backward.
+"""Gated activation (SwiGLU with f = silu, GeGLU with f = gelu, a product with f = identity), dual
+forward and its backward.
 
     y = f(g) u                    y_dot = f'(g) g_dot u + f(g) u_dot
     g_dot_bar = y_dot_bar f' u    u_dot_bar = y_dot_bar f
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.pointwise import DERIVATIVES
 from stars_fast.ops.precision import widen
@@ -77,13 +78,15 @@ def gated(g: Tensor, u: Tensor, activation: str = "silu", *, dual: bool = True) 
         g's shape and dtype. 16-bit inputs are computed in fp32.
 
     Raises:
-        ValueError: shapes or dtypes differ, or the activation is unknown.
+        TypeError: `g` is not floating point.
+        ValueError: shapes or dtypes differ, the activation is unknown, or `g` no stack.
     """
     if g.shape != u.shape or g.dtype != u.dtype:
         raise ValueError(
             f"gated: u must have g's shape {list(g.shape)} and dtype {g.dtype}, "
             f"got {list(u.shape)}, {u.dtype}"
         )
+    check_stack("gated", "g", g, dual)
     if activation not in DERIVATIVES:
         raise ValueError(
             f"gated: activation must be one of {sorted(DERIVATIVES)}, got {activation!r}"

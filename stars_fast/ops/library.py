@@ -89,6 +89,7 @@ _compiled: dict[tuple[str, str, str], Callable[..., Any]] = {}
 _loaded: set[str] = set()
 _forced: str | None = None
 _watcher: Callable[[str], None] | None = None
+_from_environment: str | None = None
 for _name, _schema in SCHEMAS.items():
     for _backend in BACKENDS[1:]:
         _library.define(f"{_name}.{_backend}{_schema}")
@@ -125,6 +126,8 @@ def shapes(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def compiled(name: str, x: Tensor, function: str = "") -> Callable[..., Any] | None:
     """The compiled op `name` for tensors like x, None where there is none. `function` is the name
     of the elementwise function that it is to compute."""
+    if _from_environment is not None:
+        _read_environment()
     if _forced == "torch":
         return None
     device = x.device.type
@@ -159,7 +162,7 @@ def watch(watcher: Callable[[str], None] | None) -> None:
 
 @contextmanager
 def backend(name: str | None) -> Iterator[None]:
-    """Force a backend for the ops inside; None gives the default back.
+    """Force a backend for the ops inside, in the whole process; None gives the default back.
 
     An op, device or dtype that the backend does not have runs in plain PyTorch.
 
@@ -244,4 +247,15 @@ def _overload(name: str, backend: str) -> Callable[..., Any]:
     return getattr(getattr(torch.ops.stars_fast, name), backend)
 
 
-_forced = os.environ.get("STARS_FAST_BACKEND") or None
+_from_environment = os.environ.get("STARS_FAST_BACKEND") or None
+
+
+def _read_environment() -> None:
+    """Take STARS_FAST_BACKEND, at the first op: what is there is not known before."""
+    global _forced, _from_environment
+    name, _from_environment = _from_environment, None
+    try:
+        _forced = _checked(name)
+    except (ValueError, RuntimeError) as error:
+        _from_environment = name
+        raise type(error)(f"STARS_FAST_BACKEND: {error}") from None

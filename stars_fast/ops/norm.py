@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_parameter, check_stack
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -138,7 +139,12 @@ def rms_norm(
 
     Returns:
         x's shape. Statistics are in fp32 for 16-bit inputs.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape, named.
     """
+    check_stack("rms_norm", "x", x, dual)
+    check_parameter("rms_norm", "weight", weight, x)
     return in_dtype(lambda x: _Norm.apply(x, weight, None, eps, False, dual), x, dtype)
 
 
@@ -163,5 +169,11 @@ def layer_norm(
 
     Returns:
         x's shape. Statistics are in fp32 for 16-bit inputs.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape, named.
     """
+    check_stack("layer_norm", "x", x, dual)
+    check_parameter("layer_norm", "weight", weight, x)
+    check_parameter("layer_norm", "bias", bias, x)
     return in_dtype(lambda x: _Norm.apply(x, weight, bias, eps, True, dual), x, dtype)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -185,8 +186,10 @@ def pointwise(
         x's shape. 16-bit inputs are computed in fp32.
 
     Raises:
-        ValueError: `name` is unknown.
+        TypeError: `x` is not floating point.
+        ValueError: `name` is unknown, or `x` no stack.
     """
     if name not in DERIVATIVES:
         raise ValueError(f"pointwise: name must be one of {sorted(DERIVATIVES)}, got {name!r}")
+    check_stack("pointwise", "x", x, dual)
     return in_dtype(lambda x: _Pointwise.apply(x, name, dual), x, dtype)

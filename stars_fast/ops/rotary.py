@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import widen
 
@@ -56,6 +57,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ValueError: the shapes do not fit together.
     """
+    if x.dim() not in (4, 5):
+        raise ValueError(f"rotary: x must be [.., B, H, S, D], got {list(x.shape)}")
+    check_stack("rotary", "x", x, x.dim() == 5)
     batch, _, length, width = x.shape[-4:]
     fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, batch)
     if not fits or cos.shape[1:] != (length, width) or width % 2:

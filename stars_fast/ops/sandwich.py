@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_parameter, check_stack
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.norm import plain_norm, plain_norm_backward
 from stars_fast.ops.precision import widen
@@ -123,8 +124,11 @@ def sandwich(
         h = residual + RMSNorm(branch) and x = RMSNorm(h), both of branch's shape.
 
     Raises:
-        ValueError: the shapes or dtypes of `branch` and `residual` differ.
+        TypeError, ValueError: an argument of the wrong dtype or shape, named.
     """
+    check_stack("sandwich", "branch", branch, dual)
+    check_parameter("sandwich", "weight_out", weight_out, branch)
+    check_parameter("sandwich", "weight_in", weight_in, branch)
     if branch.shape != residual.shape or branch.dtype != residual.dtype:
         raise ValueError(
             f"sandwich: residual must have branch's shape and dtype ({list(branch.shape)}, "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -66,5 +67,9 @@ def softmax(x: Tensor, dtype: torch.dtype | None = None, *, dual: bool = True) -
 
     Returns:
         x's shape. 16-bit inputs are computed in fp32.
+
+    Raises:
+        TypeError, ValueError: `x` is not floating point, or no stack.
     """
+    check_stack("softmax", "x", x, dual)
     return in_dtype(lambda x: _Softmax.apply(x, dual), x, dtype)

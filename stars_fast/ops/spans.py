@@ -7,15 +7,30 @@ other side, the queries that see key j.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-# Spans of the boolean masks met so far: a model hands one mask to each of its layers, cut anew.
-_of_masks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Spans of the boolean masks met in the dual pass that runs: a model hands one mask to each of its
+# layers, cut anew. Each entry holds its mask, so that no other can take its place in memory.
+_known: ContextVar[dict[Any, tuple[Tensor, Spans | None]] | None] = ContextVar(
+    "known", default=None
+)
+
+
+@contextmanager
+def masks_of_one_pass() -> Iterator[None]:
+    """Inside, the spans of a mask are worked out once."""
+    token = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 @dataclass(frozen=True)
@@ -52,13 +67,19 @@ class Spans:
     @classmethod
     def of_mask(cls, mask: Tensor) -> Spans | None:
         """Of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where a query's keys have
-        gaps. The answer is kept as long as the mask lives and does not change."""
+        gaps. Asked once for each mask of a dual pass."""
+        known = _known.get()
+        if known is None or mask.is_inference():
+            return cls._of_mask(mask[:, 0])
         owner = mask if mask._base is None else mask._base
-        known = _of_masks.setdefault(owner, {})
-        key = (mask._version, mask.storage_offset(), mask.shape, mask.stride())
+        key = id(owner), mask._version, mask.storage_offset(), mask.shape, mask.stride()
         if key not in known:
-            known[key] = cls._of_mask(mask[:, 0])
-        return known[key]
+            known[key] = owner, cls._of_mask(mask[:, 0])
+        return known[key][1]
+
+    def causal(self) -> Spans:
+        """The same, less the keys that come after their query."""
+        return Spans(_cut(self.queries, 1), _cut(self.keys, 0))
 
     @classmethod
     def _of_mask(cls, mask: Tensor) -> Spans | None:
@@ -83,11 +104,25 @@ def _hull(mask: Tensor) -> tuple[Tensor, Tensor]:
     """[B, n, 2]: the interval from the first to the last True of each row, and whether every row
     is full between them."""
     size = mask.shape[-1]
+    if size == 0:
+        empty = mask.new_zeros((*mask.shape[:-1], 2), dtype=torch.int32)
+        return empty, torch.ones((), dtype=torch.bool)
     count = mask.sum(-1)
     first = mask.to(torch.uint8).argmax(-1)
     last = size - mask.flip(-1).to(torch.uint8).argmax(-1)
     last = torch.where(count > 0, last, first)
     return torch.stack((first, last), -1).to(torch.int32), (count == last - first).all()
+
+
+def _cut(spans: Tensor, side: int) -> Tensor:
+    """Stops of queries bounded by their own place + 1, or starts of keys by their own place."""
+    start, stop = spans.unbind(-1)
+    place = torch.arange(spans.shape[1], dtype=torch.int32, device=spans.device)
+    if side == 1:
+        stop = torch.maximum(torch.minimum(stop, place + 1), start)
+    else:
+        start = torch.minimum(torch.maximum(start, place), stop)
+    return torch.stack((start, stop), -1)
 
 
 def causal_spans(length: int, keys: int, device: Any) -> Tensor:

@@ -128,6 +128,50 @@ def test_gated_mlps(mlp, fused):
     check(mlp, 2, 3, 4)
 
 
+class Rotated(nn.Module):
+    def forward(self, x):
+        cos, sin = torch.full((1, 3, 4), 0.8).to(x), torch.full((1, 3, 4), 0.6).to(x)
+        q, k = apply_rotary_pos_emb(x.unsqueeze(1), x.unsqueeze(1), cos, sin)
+        return (q + k).squeeze(1)
+
+
+def apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=1):
+    def turn(x):
+        a, b = x.chunk(2, -1)
+        return x * cos.unsqueeze(unsqueeze_dim) + torch.cat((-b, a), -1) * sin.unsqueeze(
+            unsqueeze_dim
+        )
+
+    return turn(query), turn(key)
+
+
+def test_a_rotary_function_is_fused_and_still_takes_its_own_arguments():
+    x, table = state(2, 1, 3, 4), torch.ones(1, 3, 4, dtype=torch.float64)
+    before = apply_rotary_pos_emb(x, x, table, table)
+    assert ("apply_rotary_pos_emb", "fused") in explain(Rotated(), state(2, 3, 4)).ops
+    check(Rotated(), 2, 3, 4)
+    for after in (
+        apply_rotary_pos_emb(x, x, table, table),
+        apply_rotary_pos_emb(query=x, key=x, cos=table, sin=table),
+        apply_rotary_pos_emb(x, x, table, table, unsqueeze_dim=1),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: F.relu(x).clamp(max=20000.0), lambda x: F.gelu(x.float()), lambda x: F.silu(x) + 1],
+    ids=["clamped", "widening", "shifted"],
+)
+def test_what_only_looks_like_an_activation_is_left_alone(function):
+    class Act(nn.Module):
+        def forward(self, x):
+            return function(x)
+
+    found = explain(Act(), state(2, 3, 4).bfloat16()).ops
+    assert ("Act", "fused") not in found
+
+
 def test_recognition_leaves_the_random_numbers_alone():
     class Fresh(MLP):
         pass

@@ -6,7 +6,7 @@ from dual_reference import attention_inputs, check, randn
 
 from stars_fast import ops
 from stars_fast.ops import attention_blocked, reference
-from stars_fast.ops.spans import Spans
+from stars_fast.ops.spans import Spans, masks_of_one_pass
 
 
 @pytest.fixture(autouse=True, params=["one block", "many blocks"])
@@ -119,6 +119,7 @@ def padded(left, right):
     return mask
 
 
+FULL = torch.ones(9, 9, dtype=torch.bool)
 WINDOW = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)[None, None]
 
 
@@ -129,11 +130,14 @@ WINDOW = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)[None, None]
         (padded((0, 0), (3, 0)), True),
         (padded((2, 0), (0, 9)), False),
         (WINDOW, False),
+        (WINDOW[0, 0], False),
+        (FULL.triu(2), True),
     ],
-    ids=["left", "right", "both-and-an-empty-row", "window"],
+    ids=["left", "right", "both-and-an-empty-row", "window", "2-d", "nothing-left"],
 )
 def test_padding_and_windows_become_spans(mask, causal):
-    full = mask.expand(-1, 1, 9, 9) & (torch.ones(9, 9).tril() == 1 if causal else True)
+    full = mask.expand(len(mask) if mask.dim() == 4 else 1, 1, 9, 9)
+    full = full & (FULL.tril() if causal else True)
     assert Spans.of_mask(full) is not None
     check(
         lambda q, k, v: ops.attention(q, k, v, mask, causal),
@@ -144,9 +148,23 @@ def test_padding_and_windows_become_spans(mask, causal):
 
 def test_a_mask_with_gaps_is_no_span_and_is_asked_once():
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
-    assert Spans.of_mask(mask) is Spans.of_mask(mask[:, :, :, :4])
-    mask[..., 1, 1] = False
-    assert Spans.of_mask(mask) is None
+    with masks_of_one_pass():
+        assert Spans.of_mask(mask) is Spans.of_mask(mask[:, :, :, :4])
+        mask[..., 1, 1] = False
+        assert Spans.of_mask(mask) is None
+    mask.data[..., 1, 1] = True  # a change that no version counts
+    assert Spans.of_mask(mask) is not None
+
+
+def test_masks_of_inference_mode_and_of_no_keys():
+    q, k, v = attention_inputs(1, 2, 2, 3, 4, 8)
+    with torch.inference_mode():
+        mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
+    with masks_of_one_pass():
+        torch.testing.assert_close(ops.attention(q, k, v, mask), ops.attention(q, k, v))
+    none = ops.attention(q, k[:, :, :, :0], v[:, :, :, :0], mask[..., :0])
+    assert torch.equal(none, torch.zeros_like(none))
+    assert ops.attention(q[:, :, :, :0], k, v, mask[:, :, :0]).shape == (2, 1, 2, 0, 8)
 
 
 def test_attention_names_what_does_not_fit():
@@ -155,6 +173,12 @@ def test_attention_names_what_does_not_fit():
         ops.attention(q, k, k)
     with pytest.raises(ValueError, match="expected q"):
         ops.attention(q, k[..., :4], k)
+    with pytest.raises(ValueError, match="q must be a stack"):
+        ops.attention(q[[0, 0, 0]], k, k)
+    with pytest.raises(ValueError, match=r"mask must broadcast to \[B, H, Sq, Sk\]"):
+        ops.attention(q, q, q, torch.ones(3, 1, 4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="must have one dtype"):
+        ops.attention(q, q.float(), q)
     spans = Spans.of_documents(bounds([4]), bounds([4]), 4, 4, True)
     with pytest.raises(ValueError, match="spans must be None"):
         ops.attention(q, q, q, causal=True, spans=spans)

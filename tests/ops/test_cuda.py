@@ -148,7 +148,9 @@ def test_bad_input_is_named():
     x = stack(4, 64, "bf16", True)
     with pytest.raises(RuntimeError, match="weight must be of shape"):
         op("norm")(x, weight(63, 3), None, 1e-5, False, True)
-    with pytest.raises(RuntimeError, match="expected silu, gelu, gelu_tanh, relu or identity, got sigmoid"):
+    with pytest.raises(
+        RuntimeError, match="expected silu, gelu, gelu_tanh, relu or identity, got sigmoid"
+    ):
         op("gated")(x, x, "sigmoid", True)
     with pytest.raises(RuntimeError, match="grad must have"):
         op("norm_backward")(x.float(), x, None, 1e-5, False, True, False, False)

@@ -13,8 +13,8 @@ from stars_fast.ops.triton.pairs import load, store, store_cotangents
 
 # What `formulas.jet` knows.
 FUNCTIONS = frozenset(
-    "silu gelu gelu_tanh relu identity sigmoid tanh exp log sqrt rsqrt reciprocal square sin cos erf "
-    "abs".split()
+    "silu gelu gelu_tanh relu identity sigmoid tanh exp log sqrt rsqrt reciprocal square sin cos "
+    "erf abs".split()
 )
 
 
