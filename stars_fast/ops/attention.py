@@ -128,7 +128,8 @@ def attention(
             spans = Spans.of_mask(mask.expand(-1, 1, q.shape[3], k.shape[3]))
         if spans is not None:
             spans, mask, causal = spans.causal() if causal else spans, None, False
-    fused = mask is None and v.shape[-1] == q.shape[-1] <= 256
+    widest = 128 if q.dtype == torch.float32 else 256  # tiles of more do not fit every GPU
+    fused = mask is None and v.shape[-1] == q.shape[-1] <= widest
     if fused and compiled("attention", q) is not None:
         queries, keys = (None, None) if spans is None else (spans.queries, spans.keys)
         return _Fused.apply(q, k, v, queries, keys, causal, scale)
