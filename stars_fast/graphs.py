@@ -46,9 +46,11 @@ class GraphedBlock(nn.Module):
         self.shape, self.dtype = (2, *h.shape), h.dtype
         sample = torch.zeros(self.shape, dtype=h.dtype, device=h.device)
         turn = _DualTurn(block, args, kwargs or {})
-        self._replay: Callable[..., Any] = torch.cuda.make_graphed_callables(
+        captured: Callable[..., Any] = torch.cuda.make_graphed_callables(
             turn, (sample,), num_warmup_iters=3, allow_unused_input=True
         )
+        # In a list: a submodule would bring the block's parameters in a second time.
+        self._captured = [captured]
 
     def forward(self, h: Tensor, *args: Any, **kwargs: Any) -> Any:
         """The block itself, for ordinary tensors."""
@@ -66,7 +68,7 @@ class GraphedBlock(nn.Module):
                 f"gradient, got {list(stack.shape[1:])} {stack.dtype}"
                 f"{' with one' if stack.requires_grad else ''}"
             )
-        return self._replay(stack)
+        return self._captured[0](stack)
 
 
 class _DualTurn(nn.Module):
