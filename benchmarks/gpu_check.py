@@ -152,6 +152,9 @@ def correctness(report: Report, device: str, small: bool) -> None:
     for case in cases:
         for dtype in dtypes:
             for backend in backends:
+                interpreted = backend == "triton" and device == "cpu"
+                if interpreted and dtype == torch.bfloat16:
+                    continue  # Triton's interpreter multiplies the bits of bf16
                 if dtype in library.dtypes(backend):
                     name = f"{case.name} {backend} {dtype}"
                     report.section(

@@ -16,6 +16,7 @@ from stars_fast.ops.triton import (
     seed,
     softmax,
 )
+from stars_fast.ops.triton.launch import on_device
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "norm": norm.norm,
@@ -33,6 +34,6 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "row_squares_backward": seed.row_squares_backward,
     "normal_squares": seed.normal_squares,
     "seed_stack": seed.seed_stack,
-    "attention": attention.attention,
-    "attention_backward": attention_backward.attention_backward,
+    "attention": on_device(attention.attention),
+    "attention_backward": on_device(attention_backward.attention_backward),
 }

@@ -7,7 +7,8 @@ loops and loads each value once.
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,17 @@ def _processors(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return 2  # Triton's interpreter: few, so that a program has several tiles
+
+
+def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, its kernels launched on the device of its first argument."""
+
+    @wraps(function)
+    def run(x: Tensor, *args: object) -> Any:
+        with torch.cuda.device_of(x):
+            return function(x, *args)
+
+    return run
 
 
 def launch(kernel: Any, programs: int, x: Tensor, /, *args: object, **meta: object) -> None:
