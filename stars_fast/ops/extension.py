@@ -14,13 +14,16 @@ _PREFIX, _SUFFIX = "_native.torch", ".so"
 
 
 @cache
-def load() -> bool:
-    """Whether the extension is there and loaded. If there is none, warn, once a process.
+def load(needed: bool = True) -> bool:
+    """Whether the extension is there and loaded. If there is none and it is `needed` (nothing else
+    is as fast), warn, once a process.
 
     Raises:
         ImportError: it is there and does not load.
     """
     files = sorted(_FOLDER.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+    if not files and not needed:
+        return False
     if not files:
         warnings.warn(
             "stars_fast: the compiled kernels are not built: ops run in plain PyTorch, slower. "

@@ -218,7 +218,7 @@ def _load(device: str) -> None:
     _loaded.add(device)
     from stars_fast.ops import extension
 
-    if extension.load():
+    if extension.load(needed=device == "cpu"):  # on CUDA there is Triton
         native, key = ("cuda", "CUDA") if device == "cuda" else ("cpp", "CPU")
         for name in SCHEMAS:
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"stars_fast::{name}.{native}", key):
