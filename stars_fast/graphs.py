@@ -6,17 +6,22 @@ waits for them. Captured once at a fixed shape, forward and backward are one lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from stars_fast.dual.run import dual_pass
+from stars_fast.ops.spans import no_questions_of_masks
 
 
 class GraphedBlock(nn.Module):
     """A block whose dual pass at one shape is captured; pass it to `fused_jsrr` as the block.
+
+    Each pass needs its backward before the next one (a RuntimeError says so). Parameters without a
+    `.grad` get one of zeros, for the graph's own buffers not to become theirs.
 
     Args:
         block: a module on a CUDA device, without hooks, whose control flow and memory do not
@@ -46,9 +51,10 @@ class GraphedBlock(nn.Module):
         self.shape, self.dtype = (2, *h.shape), h.dtype
         sample = torch.zeros(self.shape, dtype=h.dtype, device=h.device)
         turn = _DualTurn(block, args, kwargs or {})
-        captured: Callable[..., Any] = torch.cuda.make_graphed_callables(
+        captured: Any = torch.cuda.make_graphed_callables(
             turn, (sample,), num_warmup_iters=3, allow_unused_input=True
         )
+        self._replays = 0
         # In a list: a submodule would bring the block's parameters in a second time.
         self._captured = [captured]
 
@@ -68,14 +74,33 @@ class GraphedBlock(nn.Module):
                 f"gradient, got {list(stack.shape[1:])} {stack.dtype}"
                 f"{' with one' if stack.requires_grad else ''}"
             )
-        return self._captured[0](stack)
+        captured = self._captured[0]
+        captured.training = self.block.training  # in another mode than at capture it runs eagerly
+        if torch.is_grad_enabled():
+            for p in self.block.parameters():
+                if p.requires_grad and p.grad is None:
+                    # Else it would be the graph's own buffer, which the next replay fills.
+                    p.grad = torch.zeros_like(p)
+        out = captured(stack).clone()  # the next replay writes to the graph's own memory
+        self._replays += 1
+        if out.requires_grad:
+            out.register_hook(partial(self._check_newest, self._replays))
+        return out
+
+    def _check_newest(self, replay: int, _: Tensor) -> None:
+        if replay != self._replays:
+            raise RuntimeError(
+                "GraphedBlock: another pass ran before the backward of this one, over what it had "
+                "saved; call backward after each pass"
+            )
 
 
 class _DualTurn(nn.Module):
     def __init__(self, block: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self.block, self.args, self.kwargs = block, args, kwargs
-        self.train(block.training)
+        self.training = block.training
 
     def forward(self, stack: Tensor) -> Tensor:
-        return dual_pass(self.block, stack, self.args, self.kwargs)
+        with no_questions_of_masks():
+            return dual_pass(self.block, stack, self.args, self.kwargs)

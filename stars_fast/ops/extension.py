@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import cache
 from pathlib import Path
 
@@ -14,22 +13,14 @@ _PREFIX, _SUFFIX = "_native.torch", ".so"
 
 
 @cache
-def load(needed: bool = True) -> bool:
-    """Whether the extension is there and loaded. If there is none and it is `needed` (nothing else
-    is as fast), warn, once a process.
+def load() -> bool:
+    """Whether the extension is there and loaded.
 
     Raises:
         ImportError: it is there and does not load.
     """
     files = sorted(_FOLDER.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
-    if not files and not needed:
-        return False
     if not files:
-        warnings.warn(
-            "stars_fast: the compiled kernels are not built: ops run in plain PyTorch, slower. "
-            "`pip install --no-build-isolation .` in the source tree builds them (csrc/README.md).",
-            stacklevel=3,
-        )
         return False
     newest = files[-1]
     try:

@@ -218,7 +218,15 @@ def _load(device: str) -> None:
     _loaded.add(device)
     from stars_fast.ops import extension
 
-    if extension.load(needed=device == "cpu"):  # on CUDA there is Triton
+    if not extension.load():
+        if device == "cpu":  # on CUDA there is Triton
+            warnings.warn(
+                "stars_fast: the compiled kernels are not built: ops run in plain PyTorch, slower. "
+                "`pip install --no-build-isolation .` in the source tree builds them "
+                "(csrc/README.md).",
+                stacklevel=3,
+            )
+    else:
         native, key = ("cuda", "CUDA") if device == "cuda" else ("cpp", "CPU")
         for name in SCHEMAS:
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"stars_fast::{name}.{native}", key):

@@ -23,6 +23,20 @@ _known: ContextVar[dict[Any, tuple[Tensor, Spans | None]] | None] = ContextVar(
 )
 
 
+_unasked: ContextVar[bool] = ContextVar("unasked", default=False)
+
+
+@contextmanager
+def no_questions_of_masks() -> Iterator[None]:
+    """Inside, no boolean mask is looked at: that would make the host wait for the device, which a
+    CUDA graph can't capture."""
+    token = _unasked.set(True)
+    try:
+        yield
+    finally:
+        _unasked.reset(token)
+
+
 @contextmanager
 def masks_of_one_pass() -> Iterator[None]:
     """Inside, the spans of a mask are worked out once."""
@@ -68,6 +82,8 @@ class Spans:
     def of_mask(cls, mask: Tensor) -> Spans | None:
         """Of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where a query's keys have
         gaps. Asked once for each mask of a dual pass."""
+        if _unasked.get():
+            return None
         known = _known.get()
         if known is None or mask.is_inference():
             return cls._of_mask(mask[:, 0])

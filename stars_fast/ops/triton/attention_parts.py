@@ -27,8 +27,8 @@ def span(spans, batch, rows, length, others, MODE: tl.constexpr):
     if MODE == SPANS:
         spans, batch_stride = spans
         spans += batch.to(tl.int64) * batch_stride + 2 * rows
-        lo = tl.load(spans)
-        hi = tl.load(spans + 1)
+        lo = tl.maximum(tl.load(spans), 0)
+        hi = tl.minimum(tl.load(spans + 1), others)
     else:
         lo = tl.zeros_like(rows)
         hi = lo + others
