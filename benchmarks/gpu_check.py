@@ -356,6 +356,14 @@ def block_times(
         report.section(f"graph {layers} x {tokens}", lambda: graph_times(report, block, h, u))
 
 
+def all_block_times(report: Report, device: str, dtype: torch.dtype, small: bool) -> None:
+    sizes = [(1, 32), (2, 32)] if small else [(1, 2048), (24, 2048), (1, 8192), (24, 8192)]
+    for n, t in sizes:
+        report.section(
+            f"block {n} x {t}", lambda n=n, t=t: block_times(report, device, dtype, n, t, small)
+        )
+
+
 def graph_times(report: Report, block: torch.nn.Module, h: Tensor, u: Tensor) -> None:
     """The captured turn: equal to the eager one, and its time."""
     parameters = list(block.parameters())
@@ -423,22 +431,12 @@ def main() -> int:
     torch.manual_seed(0)
     report = Report(options.json, device, options.seconds)
     dtype = torch.bfloat16
-    blocks = [(1, 32), (2, 32)] if small else [(1, 2048), (24, 2048), (1, 8192), (24, 8192)]
     runs: dict[str, Callable[[], None]] = {
         "correctness": lambda: correctness(report, device, small, [torch.bfloat16]),
         "other dtypes": lambda: correctness(report, device, small, [torch.float16, torch.float32]),
         "rows": lambda: row_times(report, device, dtype, small),
         "attention": lambda: attention_times(report, device, dtype, small),
-        "blocks": lambda: (
-            [
-                report.section(
-                    f"block {n} x {t}",
-                    lambda n=n, t=t: block_times(report, device, dtype, n, t, small),
-                )
-                for n, t in blocks
-            ]
-            and None
-        ),
+        "blocks": lambda: all_block_times(report, device, dtype, small),
         "training": lambda: training(report, device, small),
     }
     for name in options.only or SECTIONS:

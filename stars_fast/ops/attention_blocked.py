@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import no_autocast, widen
+from stars_fast.ops.softmax import backward_in_place
 from stars_fast.ops.spans import causal_spans, full_spans
 
 # Queries of a block, and elements of one [rows, keys] tile: a few tiles fit a core's cache.
@@ -39,12 +40,8 @@ def _weights(s: Tensor, s_dot: Tensor, spans: Tensor) -> None:
 
 @plain("attention_weights_backward")
 def _weights_backward(dp: Tensor, dp_dot: Tensor, p: Tensor, p_dot: Tensor, spans: Tensor) -> None:
-    """With D = sum(p dp_dot), D_dot = sum(p dp + p_dot dp_dot), E = dp_dot - D: dp_dot <- p E,
-    dp <- p_dot E + p (dp - D_dot). Outside the spans p and p_dot are 0."""
-    d_dot = (p * dp).sum(-1, keepdim=True) + (p_dot * dp_dot).sum(-1, keepdim=True)
-    dp_dot.sub_((p * dp_dot).sum(-1, keepdim=True))
-    dp.sub_(d_dot).mul_(p).addcmul_(p_dot, dp_dot)
-    dp_dot.mul_(p)
+    """Outside the spans p and p_dot are 0, and so is what comes out."""
+    backward_in_place(dp, dp_dot, p, p_dot)
 
 
 @dataclass
@@ -86,9 +83,8 @@ class _Tiling:
         self.buffers: dict[int, Tensor] = {}
 
     def _expand(self, mask: Tensor) -> Tensor:
-        """[B * Hkv, G, Sq, Sk], a view where the mask allows it."""
+        """A mask [B or 1, H or 1, Sq or 1, Sk or 1] as [B * Hkv, G, Sq, Sk], a view if possible."""
         shape = (self.batch, self.kv_heads, self.groups, self.length, self.keys)
-        mask = mask.view(*[1] * (4 - mask.dim()), *mask.shape)
         mask = mask.expand(self.batch, mask.shape[1], self.length, self.keys)
         if mask.shape[1] == 1:
             return mask.unsqueeze(1).expand(shape).flatten(0, 1)

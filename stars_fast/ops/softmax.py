@@ -31,15 +31,22 @@ def _softmax(x: Tensor, dual: bool) -> Tensor:
     return torch.stack((y, (wide[1] - mu) * y)).to(x.dtype)
 
 
+def backward_in_place(a: Tensor, b: Tensor, y: Tensor, y_dot: Tensor) -> None:
+    """The cotangents a of y and b of y_dot become those of x and x_dot."""
+    d_dot = (y * a).sum(-1, keepdim=True) + (y_dot * b).sum(-1, keepdim=True)
+    b.sub_((y * b).sum(-1, keepdim=True))
+    a.sub_(d_dot).mul_(y).addcmul_(y_dot, b)
+    b.mul_(y)
+
+
 @plain("softmax_backward")
 def _softmax_backward(grad: Tensor, y: Tensor, dual: bool) -> Tensor:
     wide, g = widen(y).contiguous(), widen(grad).contiguous()
     if not dual:
         return ((g - (g * wide).sum(-1, keepdim=True)) * wide).to(y.dtype)
-    e = g[1] - (g[1] * wide[0]).sum(-1, keepdim=True)
-    d_dot = (g * wide).sum(0).sum(-1, keepdim=True)
-    x_bar = torch.addcmul((g[0] - d_dot) * wide[0], wide[1], e)
-    return torch.stack((x_bar, e * wide[0])).to(y.dtype)
+    g = g.clone()
+    backward_in_place(g[0], g[1], wide[0], wide[1])
+    return g.to(y.dtype)
 
 
 class _Softmax(torch.autograd.Function):

@@ -21,8 +21,6 @@ from torch import Tensor
 _known: ContextVar[dict[Any, tuple[Tensor, Spans | None]] | None] = ContextVar(
     "known", default=None
 )
-
-
 _unasked: ContextVar[bool] = ContextVar("unasked", default=False)
 
 

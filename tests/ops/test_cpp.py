@@ -216,16 +216,19 @@ def sum_of(outcome):
 
 def inputs_of(case, shape, dtype, dual, layouts=("contiguous",), param_dtype=None):
     stack = (2, *shape) if dual else shape
-    pick = lambda i: layouts[i % len(layouts)]  # noqa: E731
+
+    def placed(x, i):
+        return laid_out(x, layouts[i % len(layouts)])
+
     stacks = [randn(*stack, seed=i, dtype=dtype) for i in range(case.stacks)]
     if case.positive:
         stacks = [x.abs() + 0.5 for x in stacks]
     params = [1 + randn(shape[-1], seed=5 + i) / 2 for i in range(case.params)]
     bars = len(case.forward(plain, stacks, params, dual))
     return (
-        [laid_out(x, pick(i)) for i, x in enumerate(stacks)],
+        [placed(x, i) for i, x in enumerate(stacks)],
         [p.to(param_dtype or dtype) for p in params],
-        [laid_out(randn(*stack, seed=9 + i, dtype=dtype), pick(i + 2)) for i in range(bars)],
+        [placed(randn(*stack, seed=9 + i, dtype=dtype), i + 2) for i in range(bars)],
     )
 
 

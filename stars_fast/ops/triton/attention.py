@@ -8,9 +8,6 @@ S_dot is rounded to 16 bits before its product with V. So S_dot is taken relativ
 the row's first key, which changes nothing but the rounding. 6 matmuls a tile.
 """
 
-# Triton takes no annotations of tensors.
-# mypy: disallow-untyped-defs=False, disable-error-code="assignment, import-untyped, var-annotated"
-
 from __future__ import annotations
 
 import torch

@@ -10,9 +10,6 @@ One kernel for D and D_dot; one or two whose programs hold keys and go through t
 heads that share them; one whose programs hold queries. So no two programs add to one number.
 """
 
-# Triton takes no annotations of tensors.
-# mypy: disallow-untyped-defs=False, disable-error-code="assignment, import-untyped, var-annotated"
-
 from __future__ import annotations
 
 import torch

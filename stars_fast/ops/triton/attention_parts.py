@@ -1,8 +1,5 @@
 """What the attention kernels and their launchers share."""
 
-# Triton takes no annotations of tensors.
-# mypy: disallow-untyped-defs=False, disable-error-code="assignment, import-untyped, var-annotated"
-
 from __future__ import annotations
 
 import torch

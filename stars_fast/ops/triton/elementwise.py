@@ -122,7 +122,7 @@ def _launch(
     dual: bool,
 ) -> None:
     if name not in FUNCTIONS:
-        raise NotImplementedError(f"name: expected one of {sorted(FUNCTIONS)}, got {name!r}")
+        raise ValueError(f"name: expected one of {sorted(FUNCTIONS)}, got {name!r}")
     if inputs[0].numel() == 0:
         return
     if all(x.is_contiguous() for x in inputs):
