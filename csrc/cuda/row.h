@@ -38,13 +38,20 @@ __device__ __forceinline__ float widen(float x) { return x; }
 __device__ __forceinline__ float widen(__half x) { return __half2float(x); }
 __device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
+// By name: torch compiles extensions without the implicit conversions of 16-bit types.
 template <typename T>
-__device__ __forceinline__ T narrow(float x) {
-  if constexpr (sizeof(T) == 4) {
-    return x;
-  } else {
-    return T(x);
-  }
+__device__ __forceinline__ T narrow(float x);
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __half narrow<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
 }
 
 template <typename T, int V>

@@ -14,6 +14,7 @@ CSRC = Path(__file__).parents[2] / "csrc" / "cuda"
 SOURCES = sorted(CSRC.glob("*.cu"))
 ARCHITECTURES = ("80", "90")
 NVCC = shutil.which("nvcc")
+TORCH_DEFINES = ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
 # Of a kernel's mangled name: op, element type, and threads, vectors and width of its shape.
 ROW_KERNEL = re.compile(
     r"\d(?P<op>[a-z]+(?:_backward)?)_kernelI(?P<type>f|13__nv_bfloat16)"
@@ -45,6 +46,8 @@ def compiled(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cuda")
     targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHITECTURES]
     common = [NVCC, "-std=c++17", "-O3", "-DSTARS_FEW_KERNELS", "-Xptxas", "-v", *targets]
+    # As torch.utils.cpp_extension compiles: no implicit conversion of 16-bit types.
+    common += [f"-D__CUDA_NO_{name}__" for name in TORCH_DEFINES]
     waiting, running, reports = list(SOURCES), [], []
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):

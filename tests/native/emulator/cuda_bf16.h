@@ -19,3 +19,5 @@ inline float __bfloat162float(__nv_bfloat16 x) {
   std::memcpy(&out, &word, 4);
   return out;
 }
+
+inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }

@@ -7,3 +7,4 @@ struct __half {
 };
 
 inline float __half2float(__half x) { return float(x.value); }
+inline __half __float2half_rn(float x) { return __half(x); }
