@@ -1,4 +1,4 @@
-"""The command line: `stars-fast train | eval | recipes`, also `python -m stars_fast.cli`.
+"""The command line: `stars-fast train | eval | export | recipes`, also `python -m stars_fast.cli`.
 
 Modules load where they are used, so that the help and the list of recipes come at once.
 """
@@ -17,6 +17,7 @@ examples:
   stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
+  stars-fast export runs/ouro ouro-stars --turns 8 --dtype bfloat16
   torchrun --nproc-per-node 2 -m stars_fast.cli train addition-quick
 """
 
@@ -77,6 +78,30 @@ def _parser() -> argparse.ArgumentParser:
         help="folder for evaluation.json and evaluation.png (default: the first run)",
     )
     evaluate.set_defaults(command=_eval)
+
+    export = commands.add_parser(
+        "export",
+        help="write an Ouro run as a checkpoint in the public layout",
+        description="Weights, configuration, generation settings, tokenizer and chat template, as "
+        "transformers and vLLM read them.",
+    )
+    export.add_argument("run", metavar="RUN", help="run folder, or an Ouro checkpoint")
+    export.add_argument("out", metavar="DIR", help="new or empty folder")
+    export.add_argument(
+        "--step", type=_positive, metavar="N", help="checkpoint (default: the newest)"
+    )
+    export.add_argument(
+        "--turns",
+        type=_positive,
+        metavar="N",
+        help="turns of the exported model (default: those of the run)",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default: that of the run)",
+    )
+    export.set_defaults(command=_export)
 
     recipes = commands.add_parser("recipes", help="list the recipes")
     recipes.set_defaults(command=_recipes)
@@ -184,6 +209,21 @@ def _eval(args: argparse.Namespace) -> int:
         trained_depth={labels[run]: config.trained_turns for run, (_, config) in loaded.items()},
     )
     print(f"written: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from stars_fast.models.ouro.export import export_run
+    from stars_fast.training.tree import ConfigError
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    try:
+        export_run(args.run, args.out, step=args.step, turns=args.turns, dtype=dtype)
+    except (FileExistsError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    print(f"written: {args.out}")
     return 0
 
 

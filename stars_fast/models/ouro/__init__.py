@@ -1,0 +1,19 @@
+"""Ouro, looped language models of ByteDance, as native transformers models.
+
+Importing this package registers the model with `AutoConfig`, `AutoModel` and
+`AutoModelForCausalLM`.
+"""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from stars_fast.models.ouro.cache import OuroCache
+from stars_fast.models.ouro.causal_lm import OuroForCausalLM
+from stars_fast.models.ouro.config import OuroConfig
+from stars_fast.models.ouro.exits import count_turns
+from stars_fast.models.ouro.model import OuroModel
+
+__all__ = ["OuroCache", "OuroConfig", "OuroForCausalLM", "OuroModel", "count_turns"]
+
+AutoConfig.register("ouro", OuroConfig, exist_ok=True)
+AutoModel.register(OuroConfig, OuroModel, exist_ok=True)
+AutoModelForCausalLM.register(OuroConfig, OuroForCausalLM, exist_ok=True)

@@ -1,0 +1,152 @@
+"""Attention of a turn: PyTorch's or an installed kernel library's for a tensor, our dual op for a
+stacked pair."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stars_fast import ops
+from stars_fast.models.ouro.visible import Documents, Visible
+
+
+def attend(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, visible: Visible, dual: bool
+) -> Tensor:
+    """[.., B, H, S, D] from q [.., B, H, S, D], k and v [.., B, Hkv, past + S, D].
+
+    `module` gives `scaling` and, for a tensor, the `config` whose `_attn_implementation` is used.
+    """
+    scale: Any = module.scaling
+    if dual:
+        if visible.holes:
+            return ops.attention(q, k, v, visible.mask, scale=scale)
+        if visible.spans is None:
+            return ops.attention(q, k, v, causal=True, scale=scale)
+        return ops.attention(q, k, v, scale=scale, spans=visible.spans)
+    q, k, v = _one_dtype(q, k, v)
+    implementation: Any = module.config._attn_implementation  # type: ignore[union-attr]
+    if implementation in ("sdpa", "eager", None):
+        if visible.documents is not None and implementation != "eager":
+            return _packed(q, k, v, visible.documents, visible.window, scale)
+        plain = _eager if implementation == "eager" else _sdpa
+        return plain(q, k, v, visible, scale)
+    return _interface(implementation, module, q, k, v, visible)
+
+
+def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast the rotary op is no op of PyTorch's and keeps what it is given."""
+    return q, k.to(q.dtype), v.to(q.dtype)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+    mask = visible.mask
+    causal = mask is None and q.shape[2] > 1
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
+    """From its parts, with the weights in memory."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    mask = visible.mask
+    if mask is None:
+        ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask = ones.tril(k.shape[2] - q.shape[2])
+    logits = (q @ k.mT) * scale
+    wide = torch.promote_types(q.dtype, torch.float32)
+    weights = logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide)
+    return weights.to(q.dtype) @ v
+
+
+def _packed(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, scale: float
+) -> Tensor:
+    """Documents of one row, each by itself: one kernel where PyTorch has it, else one call each."""
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
+        return _varlen(q, k, v, documents, window, scale)
+    grouped = q.shape[1] != k.shape[1]
+    outs = []
+    for start, stop in pairwise(documents.bounds):
+        if start == stop:
+            continue
+        a, b, c = (x[:, :, start:stop] for x in (q, k, v))
+        mask = None
+        if window is not None and window < stop - start:
+            ones = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
+            mask = ones.tril().triu(1 - window)
+        outs.append(
+            F.scaled_dot_product_attention(
+                a, b, c, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+        )
+    return torch.cat(outs, 2)
+
+
+def _varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, scale: float
+) -> Tensor:
+    from torch.nn.attention import varlen
+
+    kernel: Any = varlen.varlen_attn
+    tokens = [x[0].transpose(0, 1) for x in (q, k, v)]  # [S, H, D]
+    options: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in _parameters(kernel):
+            options["enable_gqa"] = True
+        else:
+            groups = q.shape[1] // k.shape[1]
+            tokens[1:] = [x.repeat_interleave(groups, 1) for x in tokens[1:]]
+    if "window_size" in _parameters(kernel):
+        options["window_size"] = (-1 if window is None else window - 1, 0)
+    elif window is None:
+        options["is_causal"] = True
+    else:
+        raise RuntimeError(f"torch {torch.__version__}: packed sliding windows need torch >= 2.11")
+    out = kernel(
+        *tokens, documents.cu, documents.cu, documents.longest, documents.longest,
+        scale=scale, **options,
+    )  # fmt: skip
+    return out.transpose(0, 1).unsqueeze(0)
+
+
+@cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _interface(
+    name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, visible: Visible
+) -> Tensor:
+    """An attention of transformers' registry: flash-attn in its versions, FlexAttention, ..."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    options: dict[str, Any] = {}
+    mask: Any = visible.padding
+    if name == "flex_attention":
+        mask = visible.flex_mask(q.shape[2], k.shape[2], q.device)
+    elif visible.documents is not None:
+        cu, longest = visible.documents.cu, visible.documents.longest
+        options = {
+            "cu_seq_lens_q": cu, "cu_seq_lens_k": cu,
+            "max_length_q": longest, "max_length_k": longest,
+        }  # fmt: skip
+    elif visible.restarts:
+        raise ValueError(
+            f"attn_implementation {name!r} needs cu_seqlens for packed documents; position_ids "
+            "alone are understood by sdpa, eager and flex_attention"
+        )
+    out, _ = ALL_ATTENTION_FUNCTIONS[name](
+        module, q, k, v, mask,
+        dropout=0.0, scaling=module.scaling, sliding_window=visible.window, **options,
+    )  # fmt: skip
+    return out.transpose(1, 2)

@@ -1,0 +1,95 @@
+"""The key-value cache of a looped model: a slot for each layer of each turn."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.masking_utils import create_causal_mask
+
+# What this version of transformers calls a model's cache: `past_key_values`, later `cache`.
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(create_causal_mask).parameters
+)
+
+
+class OuroCache(DynamicCache):
+    """`turns` x `layers` slots of keys and values; slot `turn * layers + layer`.
+
+    Cropping, reordering (beam search) and repeating are those of transformers' `DynamicCache`.
+
+    Args:
+        layers: layers of the shared block.
+        turns: turns of the calls that use the cache; set by the first of them if None.
+    """
+
+    def __init__(self, layers: int, turns: int | None = None) -> None:
+        super().__init__()
+        self.turn_layers = layers
+        self.turns = turns
+
+    def bind(self, turns: int) -> None:
+        """Take part in a call of `turns` turns.
+
+        Raises:
+            ValueError: the cache holds tokens of calls with another number of turns.
+        """
+        if self.get_seq_length() and turns != self.turns:
+            raise ValueError(
+                f"turns: this cache holds {self.get_seq_length()} tokens at {self.turns} turns and "
+                f"can't go on with {turns}; start with an empty cache"
+            )
+        self.turns = turns
+
+    def append(
+        self, k: Tensor, v: Tensor, turn: int, layer: int, rows: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add the keys and values of new tokens, and return all of the slot's.
+
+        Args:
+            k, v: [B, Hkv, S, D].
+            rows: [n] int64, where the turn runs for some of the batch alone: k and v are theirs,
+                [n, Hkv, S, D]. The others keep those of the turn before.
+
+        Returns:
+            Keys and values [B (or n), Hkv, past + S, D].
+        """
+        if rows is not None:
+            last = self._last(k, turn - 1, layer)
+            k, v = (old.index_copy(0, rows, new) for old, new in zip(last, (k, v), strict=True))
+        keys, values = self.update(k, v, turn * self.turn_layers + layer)
+        return (keys, values) if rows is None else (keys[rows], values[rows])
+
+    def repeat_from(self, turn: int, length: int) -> None:
+        """No sequence takes turn `turn` or a later one: they keep the keys and values of the turn
+        before, for the last `length` tokens."""
+        assert self.turns is not None
+        for later in range(turn, self.turns):
+            for layer in range(self.turn_layers):
+                slot: Any = self.layers[(turn - 1) * self.turn_layers + layer]
+                k, v = slot.keys[..., -length:, :], slot.values[..., -length:, :]
+                self.update(k, v, later * self.turn_layers + layer)
+
+    def _last(self, like: Tensor, turn: int, layer: int) -> tuple[Tensor, Tensor]:
+        slot: Any = self.layers[turn * self.turn_layers + layer]
+        length = like.shape[-2]
+        return slot.keys[..., -length:, :], slot.values[..., -length:, :]
+
+
+def check_cache(cache: Any) -> None:
+    """Raises TypeError where a cache is not one with a slot for each turn."""
+    if cache is not None and not isinstance(cache, OuroCache):
+        raise TypeError(
+            "past_key_values: expected an OuroCache, which has a slot for each layer of each turn, "
+            f"got {type(cache).__name__}"
+        )
+
+
+def rows_of(done: Tensor) -> Tensor:
+    """[n] int64: the rows that are not done."""
+    return torch.nonzero(~done).squeeze(1)

@@ -1,0 +1,190 @@
+"""Ouro with its head: a transformers causal language model in which the turns are a knob."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+from transformers import GenerationMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from stars_fast.models.ouro.cache import CACHE, OuroCache
+from stars_fast.models.ouro.config import OuroConfig
+from stars_fast.models.ouro.export import set_stop, write_checkpoint
+from stars_fast.models.ouro.loading import check_loaded
+from stars_fast.models.ouro.losses import language_loss
+from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel
+
+# What transformers passes along to any model and has no meaning here.
+_PASSED_ALONG = frozenset(("cache_position", "return_dict", "token_type_ids", "is_first_iteration"))
+# transformers' names for the bounds of packed documents.
+_PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
+
+
+@dataclass
+class OuroCausalLMOutput(CausalLMOutputWithPast):
+    """Attributes, besides transformers':
+    loss: scalar, with `labels`.
+    logits: [B, S', V]; S' as `logits_to_keep` says; None where they are skipped.
+    hidden_states, turns: as `OuroModelOutput`.
+    """
+
+    turns: Tensor | None = None
+
+
+class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
+    """Ouro-1.4B, 2.6B, and what is trained from them.
+
+        model = OuroForCausalLM.from_pretrained("ByteDance/Ouro-1.4B", dtype=torch.bfloat16)
+        model.generate(**inputs, turns=8, max_new_tokens=64)
+
+    Loading never runs code of the checkpoint; keys that are missing, not expected or of another
+    shape are errors that name them. `turns`, `exit_at_step`, `exit_threshold` and `tol` are
+    arguments of a call and of `generate`; their defaults are in the configuration.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__(config)
+        self.model = OuroModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', and strict.
+
+        Raises:
+            ValueError: keys are missing, not expected or of another shape; all are named.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs.pop("trust_remote_code", None)
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the others
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        check_loaded(str(pretrained_model_name_or_path), model.config, info)
+        set_stop(model)
+        return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write the public layout: safetensors, a config that both current and older readers
+        understand, and a generation config that stops where a ChatML turn ends."""
+        write_checkpoint(self, super().save_pretrained, Path(save_directory), args, kwargs)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: OuroCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        turns: int | None = None,
+        exit_at_step: int | None = None,
+        exit_threshold: float | None = None,
+        tol: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: OuroCache | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> OuroCausalLMOutput:
+        """Logits, and the loss where labels are given.
+
+        Args:
+            labels: [B, S] int64, the token ids themselves (they are shifted here), -100 where there
+                is no target. With `config.gate` "trained" the loss of each turn counts by the
+                probability of leaving there; else it is that of the last turn.
+            logits_to_keep: logits of the last so many positions, or of positions [n]; 0 for all.
+            num_items_in_batch: divides the summed loss; the number of targets by default.
+            skip_logits: compute the loss alone, without a tensor of all logits; by default in
+                training, where labels are given.
+            turns, exit_at_step, exit_threshold, tol, cu_seqlens and the rest: as
+                `OuroModel.forward`; `cache` is another name of `past_key_values`.
+
+        Raises:
+            TypeError, ValueError: an argument that is unknown, of the wrong type, shape or range.
+        """
+        cu_seqlens = _bounds(cu_seqlens, kwargs)
+        if unknown := sorted(set(kwargs) - _PASSED_ALONG - _PACKED):
+            raise TypeError(f"OuroForCausalLM: unknown arguments {unknown}")
+        if output_attentions:
+            raise ValueError("output_attentions: expected False; the kernels keep no weights")
+        trains_gate = labels is not None and self.config.gate == "trained"
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=None if cu_seqlens is not None else position_ids,
+            past_key_values=cache if past_key_values is None else past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            turns=turns,
+            exit_at_step=exit_at_step,
+            exit_threshold=exit_threshold,
+            tol=tol,
+            cu_seqlens=cu_seqlens,
+            output_hidden_states=output_hidden_states or trains_gate,
+            output_gates=trains_gate,
+        )
+        h = outputs.last_hidden_state
+        loss = None
+        if labels is not None:
+            loss = language_loss(
+                self.config, self.lm_head, outputs, labels, cu_seqlens, num_items_in_batch
+            )
+        if skip_logits is None:
+            skip_logits = labels is not None and self.training
+        held: dict[str, Any] = {CACHE: outputs.get(CACHE)}
+        return OuroCausalLMOutput(
+            loss=loss,
+            logits=None if skip_logits else self.lm_head(_kept(h, logits_to_keep)),
+            hidden_states=outputs.hidden_states if output_hidden_states else None,
+            turns=outputs.turns,
+            **held,
+        )
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Give `generate` a cache with a slot for each turn."""
+        given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+        if given is None and generation_config.use_cache is not False:
+            kind = generation_config.cache_implementation
+            if kind not in (None, "dynamic"):
+                raise ValueError(
+                    "cache_implementation: expected None or 'dynamic' for a looped model, "
+                    f"got {kind!r}"
+                )
+            model_kwargs[CACHE] = OuroCache(self.config.num_hidden_layers)
+            return None
+        return GenerationMixin._prepare_cache_for_generation(
+            cast(Any, self), generation_config, model_kwargs, *args, **kwargs
+        )
+
+
+def _bounds(cu_seqlens: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+    """Of packed documents, by our name or by that of transformers' flattening collator."""
+    return kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
+
+
+def _kept(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    if isinstance(logits_to_keep, Tensor):
+        return h[:, logits_to_keep]
+    return h[:, -logits_to_keep:] if logits_to_keep else h

@@ -1,0 +1,110 @@
+"""When a token stops taking turns: the trained exit gate, and convergence of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def gate_logits(gate: nn.Linear, h: Tensor) -> Tensor:
+    """[B, S]: logit of leaving after the turn that gave h [B, S, D]. In fp32 at least: in bf16 the
+    probability saturates at 1 from a logit of 6 on, and every token would leave."""
+    wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    with torch.autocast(h.device.type, enabled=False):
+        return F.linear(h.to(wide), gate.weight.to(wide), gate.bias.to(wide)).squeeze(-1)
+
+
+def exit_turns(gates: Tensor, threshold: float) -> Tensor:
+    """[...] int64: the turn, counted from 0, whose state each token takes.
+
+    The first at which the probability of having left, 1 - prod(1 - sigmoid(gate)), reaches the
+    threshold; the last if none does. Compared on the side of what is left, in logarithms, where
+    nothing saturates.
+
+    Args:
+        gates: [T, ...] logits in fp32 or fp64.
+        threshold: in (0, 1]; 1 is the last turn always.
+    """
+    last = gates.shape[0] - 1
+    if threshold >= 1.0 or last == 0:
+        return torch.full(gates.shape[1:], last, dtype=torch.int64, device=gates.device)
+    left = F.logsigmoid(-gates[:-1]).cumsum(0)  # log of the probability of being still there
+    reached = left <= torch.log1p(torch.tensor(-threshold, dtype=gates.dtype))
+    return torch.where(reached.any(0), reached.to(torch.uint8).argmax(0), last)
+
+
+def pick_states(states: list[Tensor], turns: Tensor) -> Tensor:
+    """[B, S, D]: of each token the state after turn turns[b, s], from T states [B, S, D]."""
+    picked = states[-1]
+    for turn, state in enumerate(states[:-1]):
+        picked = torch.where((turns == turn).unsqueeze(-1), state, picked)
+    return picked
+
+
+def converged(before: Tensor, after: Tensor, tol: float, real: Tensor | None) -> Tensor:
+    """[B] boolean: of which sequences every (real) token changed by at most tol, relative to its
+    new state, in the L2 norm over D."""
+    wide = torch.promote_types(after.dtype, torch.float32)
+    change = (after.to(wide) - before.to(wide)).norm(dim=-1)
+    still = change <= tol * after.to(wide).norm(dim=-1)
+    return (still if real is None else still | ~real).all(-1)
+
+
+@dataclass
+class TurnCount:
+    """Turns that were executed, call by call.
+
+    Attributes:
+        calls: [B, S] int64 each: turns that each (new) token of a call took.
+        real: [B, S] boolean each, or None: which of them are no pads.
+    """
+
+    calls: list[Tensor] = field(default_factory=list)
+    real: list[Tensor | None] = field(default_factory=list)
+
+    @property
+    def per_token(self) -> float:
+        """Mean over all real tokens."""
+        taken = [
+            turns.flatten() if real is None else turns[real]
+            for turns, real in zip(self.calls, self.real, strict=True)
+        ]
+        return torch.cat(taken).double().mean().item() if taken else 0.0
+
+
+@contextmanager
+def count_turns(model: nn.Module) -> Iterator[TurnCount]:
+    """Count the turns that a model executes inside, `generate` included.
+
+        with count_turns(model) as count:
+            model.generate(**inputs, turns=8, tol=1e-3)
+        print(count.per_token)
+
+    Args:
+        model: an `OuroForCausalLM` or `OuroModel`, or a module that holds one.
+    """
+    from stars_fast.models.ouro.model import OuroModel
+
+    count = TurnCount()
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        count.calls.append(output.turns)
+        count.real.append(output.real)
+
+    inner = [module for module in model.modules() if isinstance(module, OuroModel)]
+    if len(inner) != 1:
+        raise TypeError(
+            f"model: expected a module that holds one OuroModel, got {type(model).__name__} with "
+            f"{len(inner)}"
+        )
+    hook = inner[0].register_forward_hook(note)
+    try:
+        yield count
+    finally:
+        hook.remove()

@@ -1,0 +1,264 @@
+"""Ouro without a head: embedding, then turns of the shared block (Zhu et al. 2025, "Scaling Latent
+Reasoning via Looped Language Models", https://arxiv.org/abs/2510.25741)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from stars_fast.checks import check_integer
+from stars_fast.dual.tensor import Dual
+from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache, rows_of
+from stars_fast.models.ouro.config import OuroConfig
+from stars_fast.models.ouro.context import Context, make_context
+from stars_fast.models.ouro.exits import converged, exit_turns, gate_logits, pick_states
+from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
+from stars_fast.models.ouro.rotary import Rotary
+
+
+@dataclass
+class OuroModelOutput(BaseModelOutputWithPast):
+    """Attributes, besides transformers':
+    last_hidden_state: [B, S, D], what the head reads.
+    hidden_states: with `output_hidden_states`, (h^(0), ..., h^(T)), each [B, S, D].
+    gates: with `output_gates`, [T, B, S] logits of the exit gate after each turn, fp32.
+    turns: [B, S] int64, turns executed for each token.
+    real: [B, S] boolean, False on pads; None where there are none.
+    """
+
+    gates: Tensor | None = None
+    turns: Tensor | None = None
+    real: Tensor | None = None
+
+
+class OuroPreTrainedModel(PreTrainedModel):
+    """What the classes share with transformers: initial weights, loading, sharding."""
+
+    config_class = OuroConfig
+    config: OuroConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["OuroDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        from transformers import initialization as init
+
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, OuroRMSNorm):
+            init.ones_(module.weight)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            init.zeros_(module.bias)
+
+
+class OuroModel(OuroPreTrainedModel):
+    """Tokens to states.
+
+    A turn is all layers and the closing norm; the next turn starts from the normed state.
+    """
+
+    def __init__(self, config: OuroConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(
+            OuroDecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
+        self.norm = OuroRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.early_exit_gate = nn.Linear(config.hidden_size, 1)
+        self.rotary = Rotary(config)
+        self.gradient_checkpointing = False
+        self.set_gate(config.gate)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embed_tokens = value  # type: ignore[assignment]
+
+    def set_gate(self, gate: str) -> None:
+        """What becomes of the exit gate: "trained", "frozen" or "ignored" (`OuroConfig.gate`).
+
+        Only a trained gate has parameters that want gradients, and the loss then reaches them, so
+        that DistributedDataParallel needs no `find_unused_parameters`.
+        """
+        if gate not in ("trained", "frozen", "ignored"):
+            raise ValueError(f"gate must be 'trained', 'frozen' or 'ignored', got {gate!r}")
+        self.config.gate = gate
+        self.early_exit_gate.requires_grad_(gate == "trained")
+
+    def prepare(
+        self,
+        h: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: OuroCache | None = None,
+    ) -> Context:
+        """What the turns of one call share; arguments and errors as `context.make_context`."""
+        return make_context(
+            self.config,
+            self.rotary,
+            h,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seqlens=cu_seqlens,
+            cache=cache,
+        )
+
+    def turn(self, h: Tensor, context: Context, index: int = 0) -> Tensor:
+        """One turn, h [B, S, D] -> [B, S, D]; a `Dual` gives a `Dual`.
+
+        Args:
+            context: from `prepare`.
+            index: of the turn; it matters for the cache alone.
+        """
+        dual = type(h) is Dual
+        x = h.stack if dual else h  # type: ignore[attr-defined]
+        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        for layer in self.layers:
+            if recompute:
+                x = self._gradient_checkpointing_func(layer, x, context, index, dual)
+            else:
+                x = layer(x, context, index, dual)
+        x = self.norm(x, dual)
+        return Dual(x) if dual else x
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: OuroCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        turns: int | None = None,
+        exit_at_step: int | None = None,
+        exit_threshold: float | None = None,
+        tol: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_gates: bool = False,
+    ) -> OuroModelOutput:
+        """Run the turns.
+
+        Args:
+            input_ids: [B, S] int64; or inputs_embeds: [B, S, D].
+            attention_mask: [B, past + S], 1 on real tokens.
+            position_ids: [B or 1, S]; by default they count the real tokens.
+            past_key_values: an `OuroCache`, filled by calls of as many turns.
+            use_cache: return one; by default `config.use_cache` outside training.
+            turns: how many; by default `config.total_ut_steps`.
+            exit_at_step: the turn, counted from 0, whose state is returned, as published. No later
+                turn is run.
+            exit_threshold: each token takes the state of the first turn at which its probability
+                of having left reaches this. All turns are run, as published: later tokens attend to
+                keys of every turn.
+            tol: a sequence all of whose (new) tokens changed by at most this, relative, in a turn
+                takes no further turn; its keys and values stand in for those of the turns left out.
+            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row.
+            output_hidden_states: return the states before and after each turn.
+            output_gates: return the gate's logits after each turn.
+
+        Raises:
+            TypeError, ValueError: an argument of the wrong type, shape or range, named.
+        """
+        config = self.config
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected either input_ids or inputs_embeds")
+        h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        check_cache(past_key_values)
+        limit = _turns_to_run(config, turns, exit_at_step)
+        threshold = _threshold(config, exit_threshold, exit_at_step)
+        tol = _tolerance(config, tol)
+        cache = past_key_values
+        if use_cache is None:
+            use_cache = config.use_cache and not self.training
+        if cache is None and use_cache:
+            cache = OuroCache(config.num_hidden_layers)
+        if cache is not None:
+            cache.bind(limit)
+        context = self.prepare(h, attention_mask, position_ids, cu_seqlens, cache)
+        needs_gate = threshold is not None or output_gates
+        if needs_gate and config.gate == "ignored":
+            raise ValueError("exit_threshold: expected None with gate='ignored', which has no exit")
+        keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states, gates = [h], []
+        executed = torch.full(h.shape[:2], limit, dtype=torch.int64, device=h.device)
+        rows: Tensor | None = None  # those that still take turns; None for all
+        for t in range(limit):
+            before = h if rows is None else h[rows]
+            after = self.turn(before, context if rows is None else context.take(rows), t)
+            h = after if rows is None else h.index_copy(0, rows, after)
+            if keep or threshold is not None:
+                states.append(h)
+            if needs_gate:
+                gates.append(gate_logits(self.early_exit_gate, h))
+            if tol is not None and t + 1 < limit:
+                real = context.real if rows is None or context.real is None else context.real[rows]
+                done = converged(before, after, tol, real)
+                going = rows_of(done)
+                if len(going) < len(done):
+                    everyone = torch.arange(len(h), device=h.device) if rows is None else rows
+                    executed[everyone[done]] = t + 1
+                    rows = everyone[going]
+                if len(going) == 0:
+                    if cache is not None:
+                        cache.repeat_from(t + 1, h.shape[1])
+                    break
+        out = h
+        stacked = torch.stack(gates) if gates else None
+        if threshold is not None and stacked is not None:
+            out = pick_states(states[1:], exit_turns(stacked, threshold))
+        held: dict[str, Any] = {CACHE: cache if use_cache else None}
+        return OuroModelOutput(
+            last_hidden_state=out,
+            hidden_states=tuple(states) if keep else None,
+            gates=stacked if output_gates else None,
+            turns=executed,
+            real=context.real,
+            **held,
+        )
+
+
+def _turns_to_run(config: OuroConfig, turns: int | None, exit_at_step: int | None) -> int:
+    """How many turns a call executes at most."""
+    turns = config.total_ut_steps if turns is None else turns
+    check_integer("turns", turns, 1)
+    step = config.early_exit_step if exit_at_step is None else exit_at_step
+    if step is None:
+        return turns
+    check_integer("exit_at_step", step, 0)
+    if step >= turns:
+        raise ValueError(f"exit_at_step: expected less than turns={turns}, got {step}")
+    return step + 1
+
+
+def _threshold(
+    config: OuroConfig, exit_threshold: float | None, exit_at_step: int | None
+) -> float | None:
+    """The exit probability that counts; None where the last turn's state is taken anyway."""
+    given = config.early_exit_threshold if exit_threshold is None else exit_threshold
+    if given is None or exit_at_step is not None or config.early_exit_step is not None:
+        return None
+    if not 0.0 < given <= 1.0:
+        raise ValueError(f"exit_threshold: expected a number in (0, 1], got {given!r}")
+    return given if given < 1.0 else None
+
+
+def _tolerance(config: OuroConfig, tol: float | None) -> float | None:
+    tol = config.convergence_tol if tol is None else tol
+    if tol is not None and not tol > 0.0:
+        raise ValueError(f"tol: expected a positive number, got {tol!r}")
+    return tol

@@ -1,0 +1,324 @@
+"""Tiny Ouro checkpoints with random weights, in the public format, for tests and small recipes.
+
+Written key by key and field by field, without the model classes of this package, so that reading
+one is a test of them. The tokenizer is a real byte-level BPE, trained on chats about arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.checks import check_integer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Tokens 0, 1 and 2. The first is begin, end, pad and unknown; the last ends a ChatML message."""
+
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+"""The special tokens and one token a byte."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+"""ChatML."""
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+"""Default sizes; heads of keys and values, and their width, follow from them."""
+
+SETTINGS: dict[str, Any] = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "rope_scaling": None,
+    "total_ut_steps": 4,
+    "early_exit_threshold": 1.0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+"""Settings of the published models."""
+
+EXTENSIONS = ("gate", "exit_entropy", "early_exit_step", "convergence_tol", "pad_token_id")
+"""Fields that published configurations lack; written only where given."""
+
+_CODE = ("configuration_ouro", "modeling_ouro")
+
+
+def write_tiny_ouro(
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    vocab_size: int = 320,
+    remote_code: bool = True,
+    **config: Any,
+) -> Path:
+    """Write a tiny Ouro checkpoint with its tokenizer.
+
+    Args:
+        folder: new or empty.
+        seed: of the weights. They are drawn in fp32 and then rounded, so that checkpoints of one
+            seed differ by the rounding of their dtype alone.
+        dtype: of the weights.
+        shards: number of safetensors files; more than one come with an index.
+        vocab_size: rows of embedding and head, at least 259. The tokenizer has as many tokens, or
+            fewer where its training text has no more to merge.
+        remote_code: write the model's two code files too, and `auto_map` that leads to them, as
+            published checkpoints have them. They raise ImportError: a reader must not run them.
+        config: fields of config.json, instead of those in `SIZES` and `SETTINGS`, or one of
+            `num_key_value_heads`, `head_dim`, `layer_types`, `max_window_layers`,
+            `rope_parameters` (takes the place of `rope_theta` and `rope_scaling`) and `EXTENSIONS`.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        FileExistsError: `folder` holds files already.
+        TypeError: a field of the configuration that does not exist.
+        ValueError: a size or a number of shards out of range.
+    """
+    fields = _configuration(vocab_size, dtype, remote_code, config)
+    shapes = weight_shapes(fields)
+    check_integer("shards", shards, 1)
+    if shards > len(shapes):
+        raise ValueError(f"shards must be at most the {len(shapes)} weights, got {shards}")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    if held := sorted(path.name for path in folder.iterdir()):
+        raise FileExistsError(f"folder must be new or empty, got {folder} with {held}")
+
+    _write_json(folder / "config.json", fields)
+    # The published bos and eos are token 0; a chat has to stop at the end of the message too.
+    stops = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
+    _write_json(folder / "generation_config.json", stops)
+    _write_weights(folder, random_weights(shapes, seed, dtype), shards)
+    write_tokenizer(folder, train_tokenizer(vocab_size), fields["max_position_embeddings"])
+    for name in _CODE if remote_code else ():
+        text = f'raise ImportError("{name}.py: code of a checkpoint must not be run")\n'
+        (folder / f"{name}.py").write_text(text, encoding="utf-8")
+    return folder
+
+
+def weight_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Key -> shape of all weights of an Ouro checkpoint, from the fields of its config.json."""
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], width)
+    }
+    for i in range(config["num_hidden_layers"]):
+        layer = {
+            "self_attn.q_proj": (queries, width),
+            "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width),
+            "self_attn.o_proj": (width, queries),
+            "mlp.gate_proj": (inner, width),
+            "mlp.up_proj": (inner, width),
+            "mlp.down_proj": (width, inner),
+            "input_layernorm": (width,),
+            "input_layernorm_2": (width,),
+            "post_attention_layernorm": (width,),
+            "post_attention_layernorm_2": (width,),
+        }
+        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (width,)
+    shapes["model.early_exit_gate.weight"] = (1, width)
+    shapes["model.early_exit_gate.bias"] = (1,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], width)
+    return shapes
+
+
+def random_weights(
+    shapes: dict[str, tuple[int, ...]], seed: int, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Weights that keep states, attention scores and logits at about 1, and no two heads or norms
+    alike, so that a swapped weight shows."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for key, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        if key == "model.embed_tokens.weight":
+            drawn = noise
+        elif len(shape) == 2:
+            drawn = noise / math.sqrt(shape[1])
+        elif key.endswith("bias"):
+            drawn = noise.sign() * (0.25 + noise.abs() / 4)
+        else:
+            drawn = 1 + noise.clamp(-3, 3) / 5
+        weights[key] = drawn.to(dtype)
+    return weights
+
+
+def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Tokenizer:
+    """A byte-level BPE with the special tokens of Ouro, one token a digit, and no normalisation:
+    any text comes back from its tokens.
+
+    Args:
+        vocab_size: at most so many tokens, at least 259.
+        texts: to train on, without special tokens; chats about arithmetic by default.
+
+    Raises:
+        ValueError: `vocab_size` is too small.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    check_integer("vocab_size", vocab_size, SMALLEST_VOCABULARY)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_arithmetic() if texts is None else texts, trainer)
+    return tokenizer
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json to `folder`."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    end = SPECIAL_TOKENS[0]
+    roles = {f"{role}_token": end for role in ("bos", "eos", "pad", "unk")}
+    listed = {
+        str(i): {
+            "content": token,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": True,
+        }
+        for i, token in enumerate(SPECIAL_TOKENS)
+    }
+    settings = {
+        # The class that takes tokenizer.json as it is; others bring their own splitting of text.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "added_tokens_decoder": listed,
+        "additional_special_tokens": list(SPECIAL_TOKENS[1:]),
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings | roles)
+    extra = {"additional_special_tokens": list(SPECIAL_TOKENS[1:])}
+    _write_json(folder / "special_tokens_map.json", extra | roles)
+
+
+def _configuration(
+    vocab_size: int, dtype: torch.dtype, remote_code: bool, given: dict[str, Any]
+) -> dict[str, Any]:
+    derived = ("num_key_value_heads head_dim layer_types max_window_layers rope_parameters").split()
+    known = {*SIZES, *SETTINGS, *derived, *EXTENSIONS}
+    if unknown := sorted(set(given) - known):
+        raise TypeError(f"config must have fields among {sorted(known)}, got {unknown}")
+    check_integer("vocab_size", vocab_size, SMALLEST_VOCABULARY)
+    fields = SIZES | SETTINGS | given
+    for name in SIZES:
+        check_integer(name, fields[name], 1)
+    layers, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    fields.setdefault("num_key_value_heads", heads)
+    fields.setdefault("head_dim", fields["hidden_size"] // heads)
+    fields.setdefault("layer_types", ["full_attention"] * layers)
+    fields.setdefault("max_window_layers", layers)
+    for name in ("num_key_value_heads", "head_dim"):
+        check_integer(name, fields[name], 1)
+    if "rope_parameters" in given:
+        del fields["rope_theta"], fields["rope_scaling"]
+    if remote_code:
+        fields["auto_map"] = {
+            "AutoConfig": "configuration_ouro.OuroConfig",
+            "AutoModel": "modeling_ouro.OuroModel",
+            "AutoModelForCausalLM": "modeling_ouro.OuroForCausalLM",
+        }
+    return fields | {
+        "architectures": ["OuroForCausalLM"],
+        "model_type": "ouro",
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": vocab_size,
+    }
+
+
+def _write_weights(folder: Path, weights: dict[str, Tensor], shards: int) -> None:
+    from safetensors.torch import save_file
+
+    keys = list(weights)
+    bounds = [len(keys) * i // shards for i in range(shards + 1)]
+    weight_map: dict[str, str] = {}
+    for i in range(shards):
+        name = (
+            "model.safetensors" if shards == 1 else f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        )
+        part = {key: weights[key] for key in keys[bounds[i] : bounds[i + 1]]}
+        save_file(part, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, name)
+    if shards > 1:
+        size = sum(weight.numel() * weight.element_size() for weight in weights.values())
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _arithmetic() -> Iterator[str]:
+    """Messages of chats, always the same, without the special tokens: those are never split."""
+    asked = (
+        ("What is {a} plus {b}?", "The sum of {a} and {b} is {plus}."),
+        ("Add {b} to {a}.", "{a} + {b} = {plus}"),
+        ("What is {a} times {b}?", "The product of {a} and {b} is {times}."),
+        ("Multiply {a} by {b}.", "{a} * {b} = {times}"),
+        (
+            "There are {a} apples in a basket and {b} pears on the table. How many fruits is that?",
+            "We count the apples first, then the pears: {a} + {b} = {plus}. The answer is {plus}.",
+        ),
+        (
+            "Each of {a} boxes holds {b} pencils. How many pencils are in all boxes together?",
+            "Every box adds {b} pencils: {a} * {b} = {times}. The answer is {times}.",
+        ),
+        (
+            "Which number is larger, {a} or {b}? Think step by step.",
+            "Comparing both numbers digit by digit shows which one is larger: {larger}.",
+        ),
+    )
+    for i in range(70):
+        a, b = 3 + i * 37 % 89, 2 + i * 53 % 97
+        values = {"a": a, "b": b, "plus": a + b, "times": a * b, "larger": max(a, b)}
+        question, answer = (text.format(**values) for text in asked[i % len(asked)])
+        yield f"user\n{question}"
+        yield f"assistant\n{answer}"
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,485 @@
+"""One turn of models of several makes: its value, its Jacobian loss and the gradients in fp64."""
+
+import pytest
+import torch
+from dual_reference import FP64, KeepDouble, WrittenOutNorm, relative_error
+from stand_ins import OuroForCausalLM, RavenForCausalLM
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stars_fast import explain, fused_jsrr
+from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.models.looped_block import looped_block
+
+B, S, D = 2, 6, 16
+
+
+def state(*shape, seed=3):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def mask(*rows):
+    return torch.tensor([[int(c) for c in row] for row in rows])
+
+
+def documents(*lengths):
+    return torch.tensor((0, *lengths)).cumsum(0)
+
+
+@pytest.fixture(autouse=True)
+def _keep_double():
+    with KeepDouble():
+        yield
+
+
+def perturb(model):
+    """fp64, off symmetric values."""
+    model = model.double().eval()
+    generator = torch.Generator().manual_seed(1)
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def transformers_model(name, attention="sdpa", **options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": D,
+        "intermediate_size": 24,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "max_position_embeddings": 32,
+        "attn_implementation": attention,
+    }
+    if name == "gpt2":
+        sizes = {"vocab_size": 11, "n_embd": D, "n_layer": 3, "n_head": 4}
+    elif name == "gemma3":
+        kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+        sizes |= {"sliding_window": 3, "layer_types": kinds, "query_pre_attn_scalar": 4}
+        return perturb(transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes)))
+    make = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+    }[name]
+    if name == "mistral":
+        sizes["sliding_window"] = 3
+    return perturb(make[1](make[0](**sizes, **options)))
+
+
+def ouro(**options):
+    torch.manual_seed(0)
+    return perturb(OuroForCausalLM(**options))
+
+
+def huginn(**options):
+    torch.manual_seed(0)
+    return perturb(RavenForCausalLM(**options))
+
+
+def own_ouro():
+    """Our Ouro, with the weights of the stand-in: `ouro()` is its reference."""
+    pytest.importorskip("transformers")
+    from stars_fast.models import ouro as own
+
+    config = own.OuroConfig(
+        vocab_size=11,
+        hidden_size=D,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["full_attention", "sliding_attention"],
+        sliding_window=3,
+        rope_theta=100.0,
+    )
+    model = own.OuroForCausalLM(config).double().eval()
+    model.load_state_dict(ouro().state_dict())
+    return model
+
+
+MODELS = {
+    "own-ouro": own_ouro,
+    "ouro-sdpa": ouro,
+    "ouro-eager": lambda: ouro(attention="eager"),
+    "huginn": huginn,
+    "huginn-tuple-complex": lambda: huginn(as_tuple=True, complex_tables=True),
+    "llama": lambda: transformers_model("llama"),
+    "llama-eager": lambda: transformers_model("llama", "eager"),
+    "qwen3": lambda: transformers_model("qwen3"),
+    "mistral": lambda: transformers_model("mistral"),
+    "gemma3": lambda: transformers_model("gemma3"),
+    "gpt2": lambda: transformers_model("gpt2"),
+}
+HUGINN = [name for name in MODELS if name.startswith("huginn")]
+MASKED = [name for name in MODELS if name not in HUGINN]
+
+
+def block_of(name, h, **options):
+    if name in HUGINN:
+        options["inputs"] = state(*h.shape, seed=8)
+    return looped_block(MODELS[name](), **options)
+
+
+def loss_and_gradients(block, h, v, **options):
+    loss = fused_jsrr(block, h, v=v, **options)
+    return loss, torch.autograd.grad(loss, list(block.parameters()), allow_unused=True)
+
+
+def same_gradients(got, expected):
+    for mine, theirs in zip(got, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert relative_error(mine, theirs) <= FP64
+
+
+# -- values
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("pads", [None, ("111111", "111100"), ("001111", "111111")])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
+def test_all_layers_of_a_transformers_model(name, pads, attention):
+    model = transformers_model(name, attention)
+    real = mask("111111", "111111") if pads is None else mask(*pads)
+    tokens = torch.arange(B * S).view(B, S) % 11
+    positions = (real.cumsum(1) - 1).clamp_min(0)
+    out = model(
+        tokens,
+        attention_mask=None if pads is None else real,
+        position_ids=positions,
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    given = None if pads is None else real
+    first, last = out.hidden_states[0], out.hidden_states[-1]
+    seen = real.bool()
+    whole = looped_block(model, attention_mask=given, norm=True)
+    torch.testing.assert_close(whole(first)[seen], last[seen], rtol=1e-9, atol=1e-9)
+    cut = looped_block(model, attention_mask=given, layers=slice(2))
+    torch.testing.assert_close(cut(first)[seen], out.hidden_states[2][seen], rtol=1e-9, atol=1e-9)
+    rest = looped_block(model.base_model, attention_mask=given, layers=slice(2, None), norm=True)
+    torch.testing.assert_close(rest(cut(first))[seen], last[seen], rtol=1e-9, atol=1e-9)
+    assert looped_block(model)(first).isfinite().all()
+
+
+def dense_masks(attention, window=3):
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    kinds = {
+        "full_attention": distance >= 0,
+        "sliding_attention": (distance >= 0) & (distance < window),
+    }
+    if attention == "eager":
+        return {kind: torch.zeros(S, S).masked_fill(~sees, -1e30) for kind, sees in kinds.items()}
+    return kinds
+
+
+@pytest.mark.parametrize("as_tuple", [False, True], ids=["tensor", "tuple"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_turn_of_ouro_by_remote_code(attention, as_tuple):
+    model, h = ouro(attention=attention, as_tuple=as_tuple), state(B, S, D)
+    expected = model.model(inputs_embeds=h, attention_mask=dense_masks(attention))
+    torch.testing.assert_close(looped_block(model)(h), expected, rtol=1e-9, atol=1e-9)
+    unclosed = looped_block(model, norm=False)
+    torch.testing.assert_close(model.model.norm(unclosed(h)), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", HUGINN)
+def test_a_turn_of_huginn(name):
+    model, h, inputs = MODELS[name](), state(B, S, D), state(B, S, D, seed=8)
+    tables = model.freqs_cis[:, :S]
+    expected, _ = model.core_block_forward(h, inputs, tables, None, None, 0)
+    assert torch.equal(looped_block(model, inputs=inputs)(h), expected)
+    assert torch.equal(looped_block(model)(h, inputs=inputs), expected)
+
+
+def test_a_turn_of_our_own_ouro():
+    model, h, real = own_ouro(), state(B, S, D), mask("111111", "111100")
+    block = looped_block(model, attention_mask=real)
+    expected = model.model.turn(h, model.model.prepare(h, attention_mask=real))
+    assert torch.equal(block(h), expected)
+    assert torch.equal(looped_block(model.model, attention_mask=real)(h), expected)
+    theirs = looped_block(ouro(), attention_mask=real)(h)
+    torch.testing.assert_close(expected[real.bool()], theirs[real.bool()], rtol=1e-9, atol=1e-9)
+    assert set(dict(block.named_parameters())) == set(dict(looped_block(ouro()).named_parameters()))
+
+
+# -- the loss and its gradients
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_against_torch(name):
+    h, v, real = state(B, S, D), state(B, S, D, seed=5), mask("111111", "111100")
+    block = block_of(name, h, attention_mask=real)
+    loss, got = loss_and_gradients(block, h, v, mask=real)
+    # Our Ouro's own ops answer a Dual, not torch.func.jvp.
+    reference = looped_block(ouro(), attention_mask=real) if name == "own-ouro" else block
+    parameters = dict(reference.named_parameters())
+    leaves = [parameters[key] for key, _ in block.named_parameters()]
+    u = v * real[..., None]
+    u = u / u.square().sum((1, 2), keepdim=True).sqrt()
+    with sdpa_kernel(SDPBackend.MATH), WrittenOutNorm():
+        jv = torch.func.jvp(reference, (h,), (u,))[1] * real[..., None]
+        expected = jv.square().sum((1, 2)).mean()
+        gradients = torch.autograd.grad(expected, leaves, allow_unused=True)
+    assert relative_error(loss, expected) <= FP64
+    for p, mine, theirs in zip(leaves, got, gradients, strict=True):
+        if mine is None or theirs is None:
+            for grad in (mine, theirs):
+                assert grad is None or grad.abs().max() <= 1e-12, p.shape
+        else:
+            assert relative_error(mine, theirs) <= FP64, p.shape
+
+
+def padded(x, real):
+    """A document spread over the real places of a row, large values on the pads."""
+    wide = 1e3 * state(1, real.shape[1], D, seed=7)
+    wide[real] = x[0]
+    return wide
+
+
+def rows(name):
+    """Where the pads may be; a sliding window counts places, pads between tokens included."""
+    if name in HUGINN:
+        return ["111100"]
+    windowed = name in ("own-ouro", "ouro-sdpa", "ouro-eager", "mistral", "gemma3")
+    return ["111100", "001111", "011110"] + ([] if windowed else ["101101"])
+
+
+@pytest.mark.parametrize(("name", "row"), [(name, row) for name in MODELS for row in rows(name)])
+def test_pads_change_neither_loss_nor_gradient(name, row):
+    h, v, inputs = (state(1, 4, D, seed=i) for i in range(3))
+    block, real = looped_block(MODELS[name]()), mask(row).bool()
+    plain, options = ({"inputs": inputs} if name in HUGINN else {}), {"attention_mask": real}
+    if name in HUGINN:
+        options["inputs"] = padded(inputs, real)
+    out = block(padded(h, real), **options)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[real], block(h, **plain)[0], rtol=1e-9, atol=1e-9)
+    loss, gradients = loss_and_gradients(block, h, v, kwargs=plain)
+    found, other = loss_and_gradients(
+        block, padded(h, real), padded(v, real), mask=real, kwargs=options
+    )
+    assert relative_error(found, loss) <= FP64
+    same_gradients(other, gradients)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_packed_documents_are_as_if_alone(name):
+    model, lengths = MODELS[name](), (4, 1, 3)
+    h, v, cu = state(1, 8, D), state(1, 8, D, seed=5), documents(*lengths)
+    alone, packed = looped_block(model), looped_block(model, cu_seqlens=cu)
+    loss, gradients = loss_and_gradients(packed, h, v, cu_seqlens=cu)
+    parts = list(zip(h.split(lengths, 1), v.split(lengths, 1), strict=True))
+    expected = sum(fused_jsrr(alone, a, v=b) for a, b in parts) / len(parts)
+    torch.testing.assert_close(packed(h), torch.cat([alone(a) for a, _ in parts], 1))
+    assert relative_error(loss, expected) <= FP64
+    same_gradients(gradients, torch.autograd.grad(expected, list(alone.parameters()), None, True))
+
+
+@pytest.mark.parametrize("name", ["own-ouro", "ouro-sdpa", "llama", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("padding", [False, True], ids=["full", "padded"])
+def test_no_op_falls_back(name, padding):
+    h = state(B, S, D)
+    real = mask("111111", "011110") if padding else None
+    found = explain(block_of(name, h, attention_mask=real), h)
+    assert found.fallbacks == []
+    fused = {op for op, kind in found.ops if kind == "fused"}
+    for part in ("norm", "attention", "rotary", ("gated" if name == "own-ouro" else "mlp:")):
+        assert any(part in op.lower() for op in fused), part
+
+
+def test_a_part_of_the_rows():
+    h, real = state(4, S, D), mask("111111", "111100", "110000", "001111")
+    block = looped_block(transformers_model("llama"))
+    options = {"mask": real, "kwargs": {"attention_mask": real}}
+    draws = [
+        fused_jsrr(block, h, fraction=0.25, generator=torch.Generator().manual_seed(i), **options)
+        for i in range(3)
+    ]
+    assert all(draw.isfinite() and draw > 0 for draw in draws)
+    fixed = looped_block(transformers_model("llama"), attention_mask=real)
+    with pytest.raises(ValueError, match=r"attention_mask: .*\[1, 6\], got \[4, 6\].*the call"):
+        fused_jsrr(fixed, h, mask=real, fraction=0.25)
+
+
+# -- the callable
+
+
+def test_parameters_are_those_of_the_turn():
+    model = transformers_model("llama")
+    names = dict(looped_block(model).named_parameters())
+    expected = {name: p for name, p in model.model.named_parameters() if name.startswith("layers.")}
+    assert names == expected
+    with_norm = dict(looped_block(model, norm=True).named_parameters())
+    assert set(with_norm) - set(names) == {"norm.weight"}
+    core = dict(looped_block(huginn()).named_parameters())
+    assert {name.split(".")[0] for name in core} == {"adapter", "core_block"}
+
+
+def test_the_context_is_kept_and_noticed_when_stale():
+    block, kept = looped_block(transformers_model("llama")), []
+    for h in (state(2, 4, D), state(2, 4, D, seed=9), state(2, 5, D)):
+        block(h)
+        kept.append(block._kept[1])
+    assert kept[0] is kept[1]
+    assert kept[1] is not kept[2]
+
+    real = mask("111111", "111111")
+    block, h = looped_block(transformers_model("llama"), attention_mask=real), state(B, S, D)
+    before = block(h)
+    real[1, 0] = 0
+    assert not torch.allclose(block(h)[1, 1:], before[1, 1:])
+    with torch.inference_mode():
+        looped_block(transformers_model("llama"))(h)
+        block(h)
+    fused_jsrr(block, h).backward()
+
+
+def test_what_runs_a_state_already_is_left_alone():
+    class Mine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+            self.model = huginn()
+
+        def forward(self, h):
+            return self.layers[0](h)
+
+    for block in (Mine(), nn.Sequential(nn.Linear(4, 4)), torch.tanh, nn.Linear(4, 4)):
+        assert looped_block(block) is block
+    model = LoopedLM(LoopedConfig(8, 8, d_model=16, n_heads=2, d_ff=24))
+    assert looped_block(model) is model.block
+
+
+def test_a_list_of_layers():
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4).double(), nn.Tanh()]
+    h = state(2, 3, 4)
+    for given in (layers, nn.ModuleList(layers)):
+        block = looped_block(given)
+        assert torch.equal(block(h), layers[1](layers[0](h)))
+        assert len(list(block.parameters())) == 2
+
+
+def test_wrapped_models_are_found():
+    model, h = transformers_model("llama"), state(B, S, D)
+    expected = looped_block(model)(h)
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *inputs, **kwargs):
+            return self.module(*inputs, **kwargs)
+
+    assert torch.equal(looped_block(Wrapper(model))(h), expected)
+    assert torch.equal(looped_block(torch.compile(model))(h), expected)
+
+
+# -- errors
+
+
+def llama_with(**changes):
+    model = transformers_model("llama")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
+class NeedsMore(nn.Module):
+    def forward(self, h, bias):
+        return h + bias
+
+
+class Encoder(nn.Module):
+    def forward(self, input_ids):
+        return input_ids
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (Encoder, {}, TypeError, r"model: expected Ouro .*Huginn .*`layers`.*got Encoder"),
+        (lambda: nn.ModuleDict(), {}, TypeError, r"model: expected .*got ModuleDict"),
+        (lambda: 3, {}, TypeError, r"model: expected .*got int"),
+        (lambda: [NeedsMore()], {}, TypeError, r"NeedsMore needs 'bias'"),
+        (lambda: [torch.tanh], {}, TypeError, r"list of modules"),
+        (lambda: torch.tanh, {"attention_mask": mask("1")}, ValueError, "attention_mask: expected"),
+        (llama_with, {"inputs": state(1, 1, D)}, ValueError, "inputs: expected None"),
+        (llama_with, {"layers": 2}, TypeError, "layers: expected a slice, got int"),
+        (llama_with, {"layers": slice(9, 9)}, ValueError, "layers: expected some of the 3"),
+        (
+            lambda: llama_with(layer_types=["linear_attention"] * 3),
+            {},
+            ValueError,
+            "got linear_attention",
+        ),
+        (lambda: llama_with(is_causal=False), {}, ValueError, "causal attention"),
+        (huginn, {"norm": True}, ValueError, "norm: expected None"),
+        (huginn, {"layers": slice(1)}, ValueError, "layers: expected None"),
+    ],
+    ids=range(13),
+)
+def test_what_can_not_be_a_block(make, options, error, message):
+    with pytest.raises(error, match=message):
+        looped_block(make(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "message"),
+    [
+        (llama_with, {"attention_mask": mask("111")}, ValueError, r"\[2, 6\], got \[1, 3\]"),
+        (llama_with, {"attention_mask": [1]}, TypeError, "attention_mask: expected a tensor"),
+        (llama_with, {"position_ids": torch.ones(6)}, TypeError, "position_ids: expected integers"),
+        (llama_with, {"position_ids": torch.arange(4)}, ValueError, r"position_ids: .*got \[4\]"),
+        (
+            llama_with,
+            {"cu_seqlens": documents(6)},
+            ValueError,
+            r"h: expected shape \[1, total, D\]",
+        ),
+        (llama_with, {"length": 6}, TypeError, "length: expected one of"),
+        (
+            lambda: llama_with(_attn_implementation_internal="flex_attention"),
+            {},
+            ValueError,
+            "'sdpa' or 'eager'.*flex_attention",
+        ),
+        (huginn, {}, ValueError, "inputs: expected Huginn's injected input"),
+        (huginn, {"inputs": state(1, S, D)}, ValueError, r"inputs: .*\[2, 6, 16\], got \[1, 6"),
+        (
+            huginn,
+            {"inputs": state(B, S, D), "attention_mask": mask("011111", "111111")},
+            ValueError,
+            "attention_mask: Huginn takes no attention mask.*before or between",
+        ),
+    ],
+    ids=range(10),
+)
+def test_what_can_not_be_given_at_the_call(make, options, error, message):
+    block = looped_block(make())
+    with pytest.raises(error, match=message):
+        block(state(B, S, D), **options)
+
+
+def test_packed_rows_that_can_not_be():
+    block, h = looped_block(transformers_model("llama")), state(1, S, D)
+    with pytest.raises(ValueError, match=r"cu_seqlens: .*total = 6, got \[0, 4\]"):
+        block(h, cu_seqlens=documents(4))
+    with pytest.raises(TypeError, match="cu_seqlens: expected integers"):
+        block(h, cu_seqlens=torch.ones(2))
+    with pytest.raises(ValueError, match="attention_mask: expected None"):
+        block(h, cu_seqlens=documents(6), attention_mask=mask("111111"))
+    with pytest.raises(ValueError, match="cu_seqlens: Huginn takes no attention mask"):
+        looped_block(huginn(), inputs=h)(h, cu_seqlens=documents(2, 4))
+    with pytest.raises(ValueError, match="at most 8 tokens"):
+        looped_block(huginn(), inputs=state(1, 9, D))(state(1, 9, D))
+    with pytest.raises(ValueError, match=r"h: expected shape \[B, S, D\]"):
+        block(state(S, D))
