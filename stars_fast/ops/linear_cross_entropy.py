@@ -240,10 +240,9 @@ def linear_cross_entropy(
     if positions is None and ignore_index is not None:
         positions = supervised_positions(labels, ignore_index)
     if positions is not None:
-        _check_range("supervised", positions, len(targets))
         rows, targets = rows.index_select(0, positions), targets.index_select(0, positions)
         scales = None if scales is None else scales.index_select(0, positions)
-    _check_range("labels at supervised positions", targets, len(weight))
+    _check_range(f"{op}: labels at supervised positions", targets, len(weight))
     wide = torch.promote_types(dtype, torch.float32)
     if reduction not in ("mean", "sum"):
         raise ValueError(f"{op}: reduction must be 'mean' or 'sum', got {reduction!r}")
@@ -293,30 +292,39 @@ def _check(
             raise ValueError(
                 f"{op}: weights must have shape {list(labels.shape)}, got {list(weights.shape)}"
             )
-    if supervised is not None:
-        if supervised.dtype != torch.int64:
-            raise TypeError(f"{op}: supervised must be int64, got {supervised.dtype}")
-        if supervised.dim() != 1 or len(supervised) > labels.numel():
-            raise ValueError(
-                f"{op}: supervised must be [N] with N <= {labels.numel()}, got "
-                f"{list(supervised.shape)}"
-            )
-    given = {"weight": weight, "labels": labels, "weights": weights, "supervised": supervised}
-    for name, tensor in given.items():
+    for name, tensor in {"weight": weight, "labels": labels, "weights": weights}.items():
         if tensor is not None and tensor.device != hidden.device:
             raise ValueError(f"{op}: {name} must be on {hidden.device}, got {tensor.device}")
+    if supervised is not None:
+        check_supervised(op, supervised, labels)
+
+
+def check_supervised(op: str, supervised: Tensor, labels: Tensor) -> None:
+    """Raise unless `supervised` is [N] int64 on the labels' device, places in them flattened.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape or device, or (on the CPU) a place that does not exist.
+    """
+    if supervised.dtype != torch.int64:
+        raise TypeError(f"{op}: supervised must be int64, got {supervised.dtype}")
+    if supervised.dim() != 1 or len(supervised) > labels.numel():
+        raise ValueError(
+            f"{op}: supervised must be [N] with N <= {labels.numel()}, got {list(supervised.shape)}"
+        )
+    if supervised.device != labels.device:
+        raise ValueError(f"{op}: supervised must be on {labels.device}, got {supervised.device}")
+    _check_range(f"{op}: supervised", supervised, labels.numel())
 
 
 def _check_range(name: str, values: Tensor, bound: int) -> None:
     """Raise ValueError unless values are in [0, bound). A GPU would have to be waited for: there
     the gather that follows checks its indices."""
-    if values.device.type != "cpu" or not len(values):
+    if torch.compiler.is_compiling() or values.device.type != "cpu" or not len(values):
         return
     low, high = (int(value) for value in values.aminmax())
     if low < 0 or high >= bound:
-        raise ValueError(
-            f"linear_cross_entropy: {name} must be in [0, {bound}), got {low} to {high}"
-        )
+        raise ValueError(f"{name} must be in [0, {bound}), got {low} to {high}")
 
 
 def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:

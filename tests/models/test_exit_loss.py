@@ -165,5 +165,7 @@ def test_arguments_that_do_not_fit_are_named():
         exit_distribution(gates.long())
     with pytest.raises(ValueError, match=r"gates must be \[T, ...\] with T >= 1, got \[0, 2\]"):
         exit_distribution(torch.zeros(0, 2))
+    with pytest.raises(ValueError, match=r"supervised must be in \[0, 14\), got 14 to 14"):
+        exit_weighted_loss(states, gates, weight, labels, supervised=torch.tensor([14]))
     with pytest.raises(ValueError, match="exit_weighted_loss: count must be positive, got -1"):
         exit_weighted_loss(states, gates, weight, labels, count=-1)

@@ -12,8 +12,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.export import set_stop, write_checkpoint
-from stars_fast.models.ouro.loading import check_loaded
+from stars_fast.models.ouro.export import write_checkpoint
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel
 
@@ -60,24 +59,6 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As transformers', and strict.
-
-        Raises:
-            ValueError: keys are missing, not expected or of another shape; all are named.
-        """
-        wants_info = kwargs.pop("output_loading_info", False)
-        kwargs.pop("trust_remote_code", None)
-        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the others
-        loaded: Any = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
-        model, info = loaded
-        check_loaded(str(pretrained_model_name_or_path), model.config, info)
-        set_stop(model)
-        return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the public layout: safetensors, a config that both current and older readers

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.ops.linear_cross_entropy import (
+    check_supervised,
     linear_cross_entropy,
     mean_divisor,
     supervised_positions,
@@ -117,9 +118,11 @@ def exit_weighted_loss(
         raise TypeError(f"exit_weighted_loss: gates must be floating point, got {gates.dtype}")
     if supervised is None:
         supervised = supervised_positions(labels, ignore_index)
+    else:
+        check_supervised("exit_weighted_loss", supervised, labels)
     rows = [state.reshape(-1, state.shape[-1]).index_select(0, supervised) for state in states]
     targets = labels.reshape(-1).index_select(0, supervised)
-    log_exits = _log_exits(gates.reshape(turns, -1).index_select(1, supervised))
+    log_exits = _log_exits(gates.reshape(turns, labels.numel()).index_select(1, supervised))
     exits = log_exits.exp()
     tokens = linear_cross_entropy(
         torch.cat(rows),

@@ -30,6 +30,8 @@ def language_loss(
         count: divides the sum; the number of targets by default.
     """
     targets = next_tokens(labels, cu_seqlens)
+    if outputs.real is not None:  # a pad on the left does not foretell the first token
+        targets = targets.masked_fill(~outputs.real, IGNORED)
     if config.gate != "trained":
         h = outputs.last_hidden_state
         return linear_cross_entropy(h, head.weight, targets, count=count).loss
@@ -37,7 +39,8 @@ def language_loss(
     weighted = exit_weighted_loss(
         states, outputs.gates, head.weight, targets, beta=config.exit_entropy, count=count
     )
-    return weighted.loss
+    # After one turn the exit is certain and the gate without effect: it still takes part.
+    return weighted.loss + 0.0 * outputs.gates.sum()
 
 
 def next_tokens(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -17,7 +17,9 @@ from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache, rows_of
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.context import Context, make_context
 from stars_fast.models.ouro.exits import converged, exit_turns, gate_logits, pick_states
+from stars_fast.models.ouro.export import set_stop
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
+from stars_fast.models.ouro.loading import check_loaded
 from stars_fast.models.ouro.rotary import Rotary
 
 
@@ -49,6 +51,25 @@ class OuroPreTrainedModel(PreTrainedModel):
     _supports_flash_attn = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', and strict.
+
+        Raises:
+            ValueError: keys are missing, not expected or of another shape; all are named.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs.pop("trust_remote_code", None)
+        kwargs["ignore_mismatched_sizes"] = True  # reported below, with the others
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        check_loaded(str(pretrained_model_name_or_path), model, info)
+        set_stop(model)
+        model.base_model.set_gate(model.config.gate)  # loading makes new parameters
+        return (model, info) if wants_info else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

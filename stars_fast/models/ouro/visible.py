@@ -6,6 +6,7 @@ Padding, packed documents, sliding windows and a cache are all one interval of k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -57,22 +58,28 @@ class Visible:
         return seen | (key == own)
 
     def flex_mask(self, queries: int, keys: int, device: torch.device) -> Any:
-        """The same for FlexAttention, [B or 1, 1, queries, keys]; made once."""
+        """The same for FlexAttention, [B or 1, 1, queries, keys]; made once. A pad sees nothing."""
         if self._flex is None:
             from torch.nn.attention.flex_attention import create_block_mask
 
-            mask, past = self.mask, self.past
-
-            def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                return j <= i + past
-
-            def listed(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-                return mask[b if len(mask) > 1 else 0, 0, i, j]  # type: ignore[index,arg-type]
-
-            rule, batch = (causal, None) if mask is None else (listed, len(mask))
-            made = create_block_mask(rule, batch, None, queries, keys, device=device)
+            made = create_block_mask(*self._rule(), None, queries, keys, device=device)
             object.__setattr__(self, "_flex", made)
         return self._flex
+
+    def _rule(self) -> tuple[Callable[..., Tensor], int | None]:
+        """Of a query and a key, whether one sees the other; and the batch it is about."""
+        if self.spans is None:
+            past = self.past
+            return lambda b, h, i, j: j <= i + past, None
+        start, stop = self.spans.queries.unbind(-1)
+        if len(start) == 1 and not self.holes:
+            start, stop = start[0], stop[0]
+            return lambda b, h, i, j: (j >= start[i]) & (j < stop[i]), None
+        if not self.holes:
+            return lambda b, h, i, j: (j >= start[b, i]) & (j < stop[b, i]), len(start)
+        real = self.padding
+        assert real is not None
+        return lambda b, h, i, j: (j >= start[b, i]) & (j < stop[b, i]) & real[b, j], len(start)
 
     def take(self, rows: Tensor) -> Visible:
         """For some rows of the batch alone."""

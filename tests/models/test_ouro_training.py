@@ -1,0 +1,275 @@
+"""Training Ouro: the loss without all logits, the exit gate, recomputation, autocast, adapters,
+transformers' Trainer, DDP and FSDP2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dual_reference import relative_error
+from ouro_models import checkpoint, model, tokens
+from torch import nn
+
+from stars_fast import Dual, explain, fused_jsrr
+from stars_fast.models.looped_block import looped_block
+from stars_fast.models.ouro import OuroForCausalLM
+
+IGNORED = -100
+
+
+def labelled(batch=3, length=9):
+    ids = tokens(batch, length)
+    labels = ids.clone()
+    labels[0, :4] = IGNORED
+    labels[1, 6:] = IGNORED
+    return ids, labels
+
+
+def plain_loss(logits, labels, reduction="mean"):
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction
+    )
+
+
+def gradients(net):
+    return {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(mine, expected, tolerance=1e-10):
+    assert mine.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert relative_error(mine[name], grad) <= tolerance, name
+
+
+# -- the loss
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_the_loss_is_that_of_all_logits(turns):
+    ids, labels = labelled()
+    net, other = model().train(), model().train()
+    expected = plain_loss(other(ids, turns=turns).logits, labels)
+    expected.backward()
+    out = net(ids, labels=labels, turns=turns)
+    assert out.logits is None
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=0)
+    assert_same_gradients(gradients(net), gradients(other))
+
+
+def test_logits_beside_the_loss_where_they_are_wanted():
+    ids, labels = labelled()
+    net = model()
+    out = net(ids, labels=labels)
+    torch.testing.assert_close(out.loss, plain_loss(out.logits, labels), rtol=1e-12, atol=0)
+    assert net(ids, labels=labels, skip_logits=True).logits is None
+    kept = net(ids, logits_to_keep=2).logits
+    torch.testing.assert_close(kept, out.logits[:, -2:], rtol=1e-12, atol=1e-12)
+    places = torch.tensor([1, 5])
+    kept = net(ids, logits_to_keep=places).logits
+    torch.testing.assert_close(kept, out.logits[:, places], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("count", [7, torch.tensor(7.0)])
+def test_the_sum_over_a_window_of_batches_is_divided_by_its_targets(count):
+    ids, labels = labelled()
+    net = model()
+    loss = net(ids, labels=labels, num_items_in_batch=count, skip_logits=True).loss
+    expected = plain_loss(net(ids).logits, labels, "sum") / 7
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_the_first_token_of_a_packed_document_is_no_target():
+    lengths, net = [4, 1, 5], model()
+    documents = [tokens(1, n, seed=n) for n in lengths]
+    ids, bounds = torch.cat(documents, 1), torch.tensor([0, 4, 5, 10])
+    packed = net(ids, labels=ids, cu_seqlens=bounds, num_items_in_batch=1).loss
+    alone = sum(net(d, labels=d, num_items_in_batch=1).loss for d in documents)
+    torch.testing.assert_close(packed, alone, rtol=1e-11, atol=0)
+
+
+def test_pads_change_neither_loss_nor_gradients():
+    ids, labels = labelled(2, 6)
+    net, other = model().train(), model().train()
+    net(ids, labels=labels).loss.backward()
+    wide = F.pad(ids, (3, 2))
+    other(
+        wide, labels=F.pad(labels, (3, 2), value=IGNORED), attention_mask=(wide != 0).long()
+    ).loss.backward()
+    assert_same_gradients(gradients(other), gradients(net))
+
+
+# -- the gate
+
+
+def test_a_trained_gate_weighs_the_turns():
+    ids, labels = labelled()
+    net, other = model(gate="trained"), model()
+    assert net.config.gate == "trained"
+    loss = net(ids, labels=labels, turns=4).loss
+    loss.backward()
+    other.model.set_gate("trained")
+    out = other.model(ids, turns=4, output_hidden_states=True, output_gates=True)
+    lam = torch.sigmoid(out.gates)
+    left = torch.cumprod(1 - lam, 0)
+    p = [lam[0], lam[1] * left[0], lam[2] * left[1], left[2]]
+    entropy = -sum(each * each.log() for each in p)
+    expected = 0
+    kept = labels[:, 1:] != IGNORED
+    for each, state in zip(p, out.hidden_states[1:], strict=True):
+        logits = other.lm_head(state)[:, :-1]
+        nll = F.cross_entropy(logits.mT, labels[:, 1:], reduction="none")
+        expected = expected + (each[:, :-1] * nll)[kept].mean()
+    expected = expected - 0.1 * entropy[:, :-1][kept].mean()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
+    assert_same_gradients(gradients(net), gradients(other), 1e-9)
+    assert net.model.early_exit_gate.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("gate", ["trained", "frozen", "ignored"])
+@pytest.mark.parametrize("turns", [1, 3])
+def test_every_parameter_that_wants_a_gradient_gets_one(gate, turns):
+    net = model(gate=gate).train()
+    ids, labels = labelled()
+    net(ids, labels=labels, turns=turns).loss.backward()
+    for name, p in net.named_parameters():
+        assert (p.grad is not None) == p.requires_grad, name
+        assert p.requires_grad == (gate == "trained" or "early_exit_gate" not in name)
+
+
+def test_gates_that_there_are_not():
+    with pytest.raises(ValueError, match="gate must be 'trained', 'frozen' or 'ignored', got 'x'"):
+        model().model.set_gate("x")
+
+
+# -- recomputation, autocast, adapters
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_layers_have_the_same_gradients(reentrant):
+    ids, labels = labelled()
+    net, other = model().train(), model().train()
+    other(ids, labels=labels).loss.backward()
+    net.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    calls = []
+    net.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(1))
+    net(ids, labels=labels).loss.backward()
+    assert len(calls) == 2 * 4
+    assert_same_gradients(gradients(net), gradients(other))
+
+
+def test_recomputed_layers_in_the_dual_turn():
+    h, v = (torch.randn(2, 9, 32, dtype=torch.float64) for _ in range(2))
+    net, other = model().train(), model().train()
+    fused_jsrr(looped_block(other), h, v=v).backward()
+    net.gradient_checkpointing_enable({"use_reentrant": False})
+    fused_jsrr(looped_block(net), h, v=v).backward()
+    assert_same_gradients(gradients(net), gradients(other))
+
+
+def test_autocast_is_as_accurate_as_rounding_allows():
+    ids, labels = labelled()
+    exact, net, narrow = (
+        model().train(),
+        model(torch.float32).train(),
+        model(torch.bfloat16).train(),
+    )
+    exact(ids, labels=labels).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = net(ids, labels=labels).loss
+    loss.backward()
+    narrow(ids, labels=labels).loss.backward()
+    for name, grad in gradients(exact).items():
+        mine, pure = (relative_error(gradients(m)[name].double(), grad) for m in (net, narrow))
+        assert mine <= max(1.5 * pure, 0.02), name
+
+
+class Adapted(nn.Module):
+    """A linear map with a bias and a low-rank adapter."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda *shape: nn.Parameter(  # noqa: E731
+            torch.randn(shape, generator=generator, dtype=torch.float64) / 8
+        )
+        self.down, self.up = draw(3, base.in_features), draw(base.out_features, 3)
+        self.bias = draw(base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up, self.bias)
+
+
+def test_adapters_and_biases_in_the_dual_turn():
+    net = model()
+    layer = net.model.layers[1]
+    layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    layer.mlp.down_proj = Adapted(layer.mlp.down_proj)
+    h, v = (torch.randn(2, 5, 32, dtype=torch.float64) for _ in range(2))
+    block = looped_block(net)
+    eps = 1e-6
+    with torch.no_grad():
+        difference = (block(h + eps * v) - block(h - eps * v)) / (2 * eps)
+    context = net.model.prepare(h)
+    dual = net.model.turn(Dual(torch.stack((h, v))), context)
+    assert relative_error(dual.primal, block(h)) <= 1e-12
+    assert relative_error(dual.tangent, difference) <= 1e-7
+    assert explain(block, h).fallbacks == []
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+def test_attention_implementations_agree(attention):
+    net, other = model(torch.float32, num_key_value_heads=2), model(num_key_value_heads=2)
+    net.set_attn_implementation(attention)
+    ids = tokens(2, 9)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    for options in ({}, {"attention_mask": mask}, {"position_ids": torch.arange(9)[None] % 4}):
+        # On the CPU FlexAttention has no backward, and its compiled form does not build here.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            mine, expected = (m(ids, **options).logits for m in (net, other))
+        kept = mask.bool() if "attention_mask" in options else torch.ones_like(mask).bool()
+        assert relative_error(mine[kept].double(), expected[kept]) <= 1e-5
+
+
+# -- with the tools of users
+
+
+def test_transformers_trainer_trains_it(tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    net = model(torch.float32)
+    ids = tokens(8, 9)
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        learning_rate=3e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    trainer = Trainer(net, arguments, train_dataset=data)
+    trainer.train()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+    trainer.save_model(tmp_path / "saved")
+    again = OuroForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.lm_head.weight, net.lm_head.weight)
+
+
+def test_two_processes_have_the_gradients_of_one():
+    script = Path(__file__).parent / "scripts" / "ouro_parallel.py"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(script), str(checkpoint()),
+    ]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=environment, check=False, timeout=240
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "equal" in run.stdout
