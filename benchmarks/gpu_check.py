@@ -3,10 +3,11 @@
     python benchmarks/gpu_check.py [--json FILE] [--device cuda] [--seconds 420] [--small]
     compute-sanitizer python benchmarks/gpu_check.py --small --only correctness
 
-In this order, until the time is up: every kernel of every backend against fp64, in bf16; time and
-bandwidth of the row ops; attention against a plain Triton flash attention (FlexAttention) and SDPA;
-one Ouro-shaped layer and a turn of 24 of them against a plain pass, `v^T J` with double backward
-and torch.func.jvp; the turn as a CUDA graph; a short training run; the kernels in fp16 and fp32.
+In this order, until the time is up: every kernel of every backend against fp64, in bf16; the native
+Ouro model against fp64 on the CPU; time and bandwidth of the row ops; attention against a plain
+Triton flash attention (FlexAttention) and SDPA; one Ouro-shaped layer and a turn of 24 of them
+against a plain pass, `v^T J` with double backward and torch.func.jvp; the turn as a CUDA graph; a
+short training run; the kernels in fp16 and fp32.
 The file is written after each entry. Exits with 1 where an error is above its tolerance or a
 section failed. `--device cpu --small` runs the same script on the CPU's backends.
 """
@@ -387,6 +388,19 @@ def graph_times(report: Report, block: torch.nn.Module, h: Tensor, u: Tensor) ->
     report.add("graphs", entry)
 
 
+# -- the Ouro model
+
+
+def ouro(report: Report, device: str) -> None:
+    """The native model: prefill, padding, packing, cache, losses and penalty."""
+    from ouro_checks import checks
+
+    for entry in checks(device):
+        if not entry["ok"]:
+            report.failures.append(f"ouro: {entry}")
+        report.add("ouro", entry)
+
+
 # -- training
 
 
@@ -414,7 +428,7 @@ def training(report: Report, device: str, small: bool) -> None:
 
 
 # bf16 is what is used: its kernels are compiled, checked and timed before the other dtypes.
-SECTIONS = ("correctness", "rows", "attention", "blocks", "training", "other dtypes")
+SECTIONS = ("correctness", "ouro", "rows", "attention", "blocks", "training", "other dtypes")
 
 
 def main() -> int:
@@ -434,6 +448,7 @@ def main() -> int:
     runs: dict[str, Callable[[], None]] = {
         "correctness": lambda: correctness(report, device, small, [torch.bfloat16]),
         "other dtypes": lambda: correctness(report, device, small, [torch.float16, torch.float32]),
+        "ouro": lambda: ouro(report, device),
         "rows": lambda: row_times(report, device, dtype, small),
         "attention": lambda: attention_times(report, device, dtype, small),
         "blocks": lambda: all_block_times(report, device, dtype, small),
