@@ -2,9 +2,10 @@
 
     python benchmarks/tune_attention.py [--width 128] [--length 4096] [--json FILE]
 
-Tries tile sizes, warps and stages for each kernel of `stars_fast/ops/triton/tiles.py`, one kernel at
-a time, on causal bf16 attention of 16 heads: compiled first, in parallel processes, then timed alone.
-What does not fit the GPU's shared memory is left out. Prints the best next to the present tile.
+Tries tile sizes, warps and stages for each kernel of `stars_fast/ops/triton/tiles.py`, one kernel
+at a time, on causal bf16 attention of 16 heads: compiled first, in parallel processes, then timed
+alone. What does not fit the GPU's shared memory or is not compiled in time is left out. Prints the
+best next to the present tile.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from itertools import product
 
 import torch
@@ -32,10 +35,9 @@ def kernels(width: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def candidates(kernel: str, present: Tile) -> list[Tile]:
-    sizes = product((64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3))
-    slabs = (1, 2) if kernel == "forward" else (1,)
-    all_tiles = [Tile(*size, slab) for size in sizes for slab in slabs]
+def candidates(present: Tile) -> list[Tile]:
+    sizes = product((64, 128), (16, 32, 64), (4, 8), (2, 3))
+    all_tiles = [Tile(*size, present.slabs) for size in sizes]
     return [present, *(tile for tile in all_tiles if tile != present)]
 
 
@@ -67,12 +69,13 @@ def milliseconds(kernel: str, leaves: list[torch.Tensor]) -> float:
 def compile_part(width: int, part: int, parts: int) -> None:
     """Fill the cache of compiled kernels with every `parts`-th candidate."""
     leaves, table = inputs(width, 256), tiles._16_BITS[tiles.architecture(torch.device("cuda"))]
-    work = [(k, tile) for k in kernels(width) for tile in candidates(k, table[k, width])]
+    work = [(k, tile) for k in kernels(width) for tile in candidates(table[k, width])]
     for kernel, tile in work[part::parts]:
         before, table[kernel, width] = table[kernel, width], tile
         try:
             run(kernel, leaves)
             torch.cuda.synchronize()
+            print(json.dumps([kernel, *tile]), flush=True)
         except Exception as error:  # whatever does not compile is no candidate
             print(f"{kernel} {tuple(tile)}: {str(error)[:90]}", file=sys.stderr)
         table[kernel, width] = before
@@ -82,6 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--width", type=int, default=128, choices=(64, 128, 256))
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--seconds", type=float, default=120, help="for compiling")
     parser.add_argument("--json", help="write the result here")
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -89,23 +93,29 @@ def main() -> None:
         compile_part(options.width, *options.part)
         return
     count = max(1, (os.cpu_count() or 2) - 1)
-    parts = [
-        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--part", str(i), str(count)])
-        for i in range(count)
-    ]
-    for part in parts:
-        part.wait()
+    command = [sys.executable, __file__, *sys.argv[1:], "--part"]
+    with tempfile.TemporaryFile("w+") as ready:
+        parts = [
+            subprocess.Popen([*command, str(i), str(count)], stdout=ready) for i in range(count)
+        ]
+        end = time.monotonic() + options.seconds
+        for part in parts:
+            try:
+                part.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                part.kill()
+        ready.seek(0)
+        compiled = {tuple(json.loads(line)) for line in ready}
     leaves = inputs(options.width, options.length)
     table = tiles._16_BITS[tiles.architecture(torch.device("cuda"))]
     results = {}
     for kernel in kernels(options.width):
         present, timed = table[kernel, options.width], []
-        for tile in candidates(kernel, present):
-            table[kernel, options.width] = tile
-            try:
-                timed.append((milliseconds(kernel, leaves), tuple(tile)))
-            except Exception:  # noqa: S112: too large for this GPU
+        for tile in candidates(present):
+            if (kernel, *tile) not in compiled:
                 continue
+            table[kernel, options.width] = tile
+            timed.append((milliseconds(kernel, leaves), tuple(tile)))
         before = next(ms for ms, tile in timed if tile == tuple(present))
         timed.sort()
         table[kernel, options.width] = Tile(*timed[0][1])
@@ -113,8 +123,9 @@ def main() -> None:
         print(f"{kernel}: {tuple(present)} {before:.3f} ms; best {timed[:4]}", flush=True)
         if options.json:
             with open(options.json, "w") as file:
-                json.dump({"device": torch.cuda.get_device_name(), "width": options.width,
-                           "length": options.length, "kernels": results}, file, indent=1)  # fmt: skip
+                name = torch.cuda.get_device_name()
+                head = {"device": name, "width": options.width, "length": options.length}
+                json.dump({**head, "kernels": results}, file, indent=1)
                 file.write("\n")
 
 
