@@ -112,7 +112,7 @@ def main() -> None:
     for kernel in kernels(options.width):
         present, timed = table[kernel, options.width], []
         for tile in candidates(present):
-            if (kernel, *tile) not in compiled:
+            if tile != present and (kernel, *tile) not in compiled:
                 continue
             table[kernel, options.width] = tile
             timed.append((milliseconds(kernel, leaves), tuple(tile)))
