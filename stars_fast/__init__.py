@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stars_fast.dual.tensor import Dual
     from stars_fast.graphs import GraphedBlock
     from stars_fast.jsrr import fused_jsrr, fused_jvp
+    from stars_fast.models.looped_block import looped_block
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ _HOMES = {
     "explain": "stars_fast.dual.explain",
     "fused_jsrr": "stars_fast.jsrr",
     "fused_jvp": "stars_fast.jsrr",
+    "looped_block": "stars_fast.models.looped_block",
     "spectral_radius": "stars_fast.analysis.spectrum",
 }
 
@@ -32,6 +34,7 @@ __all__ = [
     "explain",
     "fused_jsrr",
     "fused_jvp",
+    "looped_block",
     "spectral_radius",
 ]
 

@@ -57,10 +57,14 @@ def test_readme_has_exactly_two_commands_for_a_fresh_machine():
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
 
 
-def test_readme_python_runs():
+def test_readme_python_runs(tmp_path):
+    from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+    tiny = str(write_tiny_ouro(tmp_path / "tiny", remote_code=False))
     examples = blocks("python")
     assert examples
     for code in examples:
+        code = code.replace("ByteDance/Ouro-1.4B", tiny)
         python("import torch\nblock, h = torch.nn.Linear(8, 8), torch.randn(2, 3, 8)\n" + code)
 
 
@@ -95,7 +99,7 @@ def test_readme_commands_are_understood():
     shown = re.findall(r"(?:stars-fast|stars_fast\.cli) (\w+) ?([^#\n]*)", text)
     assert len(shown) > 8
     for command, rest in shown:
-        assert command in ("train", "eval", "recipes")
+        assert command in ("train", "eval", "export", "recipes")
         words = [word for word in rest.split() if word != "--resume"]
         if command == "train" and not words[0].startswith("runs/"):
             assert words[0] in recipe_names()
