@@ -113,7 +113,8 @@ def main() -> None:
                     f"| {way} | {dtype} | {share:.0%} | {row['MiB']:.0f} | {1000 * row['s']:.0f} |",
                     flush=True,
                 )
-    result = {"options": vars(options), "rows": rows}
+    settings = {name: value for name, value in vars(options).items() if name not in ("json", "one")}
+    result = {"options": settings, "rows": rows}
     if options.json:
         from ways import commit
 

@@ -46,6 +46,11 @@ class OuroCache(DynamicCache):
             )
         self.turns = turns
 
+    def reset(self) -> None:
+        """Forget all tokens, and the number of turns."""
+        self.layers.clear()
+        self.turns = None
+
     def append(
         self, k: Tensor, v: Tensor, turn: int, layer: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
