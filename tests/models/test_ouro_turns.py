@@ -378,3 +378,21 @@ def test_sliding_layers_follow_from_the_older_fields():
     )
     assert config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
     assert set(OuroConfig(sliding_window=8).layer_types) == {"full_attention"}
+
+
+def test_a_context_follows_its_layers_to_another_device():
+    net, h = model(), torch.zeros(2, 5, 32)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    there = torch.device("meta")
+    for context in (
+        net.model.prepare(h, mask).take(torch.tensor([1, 0])),
+        net.model.prepare(h[:1], cu_seqlens=torch.tensor([0, 2, 5])),
+    ):
+        assert context.on(h.device) is context
+        moved = context.on(there)
+        assert moved is context.on(there)
+        visible = moved.visible["full_attention"]
+        for each in (moved.cos, moved.sin, visible.spans.queries, visible.mask):
+            assert each.device == there
+        assert moved.rows is None or moved.rows.device == there
+        assert visible.documents is None or visible.documents.cu.device == there

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +37,21 @@ class Context:
     real: Tensor | None = None
     cache: OuroCache | None = None
     rows: Tensor | None = None
+    _elsewhere: dict[torch.device, Context] = field(default_factory=dict, init=False, repr=False)
+
+    def on(self, device: torch.device) -> Context:
+        """The same on another device, for layers that a device map has put there; copied once."""
+        if self.cos.device == device:
+            return self
+        if device not in self._elsewhere:
+            self._elsewhere[device] = replace(
+                self,
+                cos=self.cos.to(device),
+                sin=self.sin.to(device),
+                visible={kind: visible.on(device) for kind, visible in self.visible.items()},
+                rows=None if self.rows is None else self.rows.to(device),
+            )
+        return self._elsewhere[device]
 
     def take(self, rows: Tensor) -> Context:
         """For some rows of the batch alone (indices into the whole batch)."""

@@ -85,6 +85,7 @@ class OuroAttention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context: Context, turn: int, dual: bool = False) -> Tensor:
+        context = context.on(x.device)
         q, k, v = (
             project(p, x, dual).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
             for p in (self.q_proj, self.k_proj, self.v_proj)

@@ -81,6 +81,16 @@ class Visible:
         assert real is not None
         return lambda b, h, i, j: (j >= start[b, i]) & (j < stop[b, i]) & real[b, j], len(start)
 
+    def on(self, device: torch.device) -> Visible:
+        """The same on another device."""
+        spans, padding, documents = self.spans, self.padding, self.documents
+        return replace(
+            self,
+            spans=spans and Spans(spans.queries.to(device), spans.keys.to(device)),
+            padding=None if padding is None else padding.to(device),
+            documents=documents and replace(documents, cu=documents.cu.to(device)),
+        )
+
     def take(self, rows: Tensor) -> Visible:
         """For some rows of the batch alone."""
         spans, padding = self.spans, self.padding
