@@ -221,7 +221,7 @@ def _export(args: argparse.Namespace) -> int:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     try:
         export_run(args.run, args.out, step=args.step, turns=args.turns, dtype=dtype)
-    except (FileExistsError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"written: {args.out}")
     return 0

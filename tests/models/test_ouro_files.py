@@ -275,7 +275,7 @@ def test_an_exported_run_is_a_model(run, tmp_path, capsys):
     assert "chat_template" in AutoTokenizer.from_pretrained(out).__dict__ or (
         AutoTokenizer.from_pretrained(out).chat_template
     )
-    assert not list(tmp_path.glob("*.writing"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
 def test_an_earlier_step_and_another_dtype(run, tmp_path):
@@ -284,6 +284,45 @@ def test_an_earlier_step_and_another_dtype(run, tmp_path):
     again = OuroForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == torch.bfloat16
     assert torch.equal(again.lm_head.weight, (net.lm_head.weight / 2).bfloat16())
+
+
+def test_a_run_with_tied_embeddings_is_exported(tmp_path):
+    net, folder = model(torch.float32, tie_word_embeddings=True), tmp_path / "run"
+    write_base(net, None, folder)
+    save_checkpoint(folder / "checkpoints", 1, net, {})
+    export_run(folder, tmp_path / "out")
+    again = OuroForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again(tokens(1, 4)).logits, net(tokens(1, 4)).logits)
+
+
+def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(OuroForCausalLM, "save_pretrained", fail)
+    assert main(["export", str(run[0]), str(tmp_path / "out")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"turns": 0}, "turns must be"),
+        ({"turns": 2.5}, "turns must be"),
+        ({"dtype": "bfloat16"}, "dtype: expected a torch.dtype, got 'bfloat16'"),
+    ],
+)
+def test_mistakes_in_an_export_are_named(options, message, tmp_path):
+    with pytest.raises((TypeError, ValueError), match=message):
+        export_run(checkpoint(), tmp_path / "out", **options)
+
+
+def test_stops_that_a_user_has_chosen_stay(copy, tmp_path):
+    net = OuroForCausalLM.from_pretrained(copy)
+    net.generation_config.eos_token_id = [0]
+    net.save_pretrained(tmp_path / "saved")
+    assert OuroForCausalLM.from_pretrained(tmp_path / "saved").generation_config.eos_token_id == [0]
 
 
 def test_a_checkpoint_can_be_exported(tmp_path):

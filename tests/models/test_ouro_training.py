@@ -86,7 +86,11 @@ def test_the_first_token_of_a_packed_document_is_no_target():
     lengths, net = [4, 1, 5], model()
     documents = [tokens(1, n, seed=n) for n in lengths]
     ids, bounds = torch.cat(documents, 1), torch.tensor([0, 4, 5, 10])
+    bounds = torch.tensor([0, *bounds.tolist()])  # the first document is empty
     packed = net(ids, labels=ids, cu_seqlens=bounds, num_items_in_batch=1).loss
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    restarting = net(ids, labels=ids, position_ids=positions, num_items_in_batch=1).loss
+    torch.testing.assert_close(restarting, packed, rtol=1e-11, atol=0)
     alone = sum(net(d, labels=d, num_items_in_batch=1).loss for d in documents)
     torch.testing.assert_close(packed, alone, rtol=1e-11, atol=0)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -12,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.export import write_checkpoint
+from stars_fast.models.ouro.export import set_stop
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel
 
@@ -53,6 +52,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         self.model = OuroModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+        set_stop(self)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -63,7 +63,9 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the public layout: safetensors, a config that both current and older readers
         understand, and a generation config that stops where a ChatML turn ends."""
-        write_checkpoint(self, super().save_pretrained, Path(save_directory), args, kwargs)
+        if hasattr(self.config, "auto_map"):
+            del self.config.auto_map  # this checkpoint brings no code
+        return super().save_pretrained(save_directory, *args, **kwargs)
 
     def forward(
         self,
@@ -127,9 +129,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         h = outputs.last_hidden_state
         loss = None
         if labels is not None:
-            loss = language_loss(
-                self.config, self.lm_head, outputs, labels, cu_seqlens, num_items_in_batch
-            )
+            loss = language_loss(self.config, self.lm_head, outputs, labels, num_items_in_batch)
         if skip_logits is None:
             skip_logits = labels is not None and self.training
         held: dict[str, Any] = {CACHE: outputs.get(CACHE)}

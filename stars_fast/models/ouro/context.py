@@ -27,6 +27,7 @@ class Context:
     cos, sin: [B or 1, S, D], of the tokens' positions.
     visible: by layer type, which keys each query sees.
     real: [B, S] boolean, True on real tokens; None where all are.
+    starts: [B or 1, S] int64, where the packed document of each token starts; None if not packed.
     cache: keys and values of earlier tokens.
     rows: [n] int64, where a turn runs for some rows of the batch alone.
     """
@@ -35,6 +36,7 @@ class Context:
     sin: Tensor
     visible: dict[str, Visible]
     real: Tensor | None = None
+    starts: Tensor | None = None
     cache: OuroCache | None = None
     rows: Tensor | None = None
     _elsewhere: dict[torch.device, Context] = field(default_factory=dict, init=False, repr=False)
@@ -101,7 +103,7 @@ def make_context(
         visible = {
             kind: packed_visible(starts, window, documents) for kind, window in _windows(config)
         }
-        return Context(*rotary(positions, h.dtype), visible, cache=cache)
+        return Context(*rotary(positions, h.dtype), visible, starts=starts, cache=cache)
     padding, holes = _padding(attention_mask, batch, past + length, h.device)
     if position_ids is not None:
         positions = _positions(position_ids, batch, length, h.device)
@@ -109,7 +111,7 @@ def make_context(
             begins = _restarts(positions)
             if begins is not None:
                 packed = {k: packed_visible(begins, window) for k, window in _windows(config)}
-                return Context(*rotary(positions, h.dtype), packed, cache=cache)
+                return Context(*rotary(positions, h.dtype), packed, starts=begins, cache=cache)
     elif padding is None:
         positions = torch.arange(past, past + length, device=h.device).unsqueeze(0)
     else:
@@ -119,7 +121,7 @@ def make_context(
     else:
         visible = {k: padded_visible(padding, holes, past, w) for k, w in _windows(config)}
     real = None if padding is None else padding[:, past:]
-    return Context(*rotary(positions, h.dtype), visible, real, cache)
+    return Context(*rotary(positions, h.dtype), visible, real, cache=cache)
 
 
 def _windows(config: OuroConfig) -> list[tuple[str, int | None]]:

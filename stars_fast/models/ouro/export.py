@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Sequence
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from stars_fast.checks import check_integer
 
 # The end of a ChatML turn, `<|im_end|>`: the published tokenizers give it id 2, while eos, bos and
 # pad are all token 0.
@@ -27,7 +27,6 @@ def write_base(model: Any, tokenizer: Any, run: Path) -> None:
     """
     folder = run / BASE
     model.config.save_pretrained(folder)
-    set_stop(model)
     model.generation_config.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -59,28 +58,39 @@ def export_run(
 
     Raises:
         FileExistsError: `out` holds files.
+        TypeError, ValueError: `turns` or `dtype` is of the wrong type or out of range.
         stars_fast.training.tree.ConfigError: there is no such run or checkpoint in it.
     """
-    from transformers import AutoTokenizer, GenerationConfig
-
-    out = Path(out)
+    if turns is not None:
+        check_integer("turns", turns, 1)
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    out = Path(out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"out: expected a new or empty folder, got {out}")
     model, source = _model_of(run, step)
     if turns is not None:
         model.config.total_ut_steps = turns
     model.to(dtype or model.config.dtype or torch.float32)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.") as folder:
+        writing = Path(folder) / out.name
+        _write(model, source, writing, max_shard_size)
+        if out.exists():
+            out.rmdir()
+        writing.rename(out)
+    return out
+
+
+def _write(model: Any, source: str, folder: Path, max_shard_size: str) -> None:
+    from transformers import AutoTokenizer, GenerationConfig
+
     if (Path(source) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(source)
-    writing = out.with_name(f"{out.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
-    model.save_pretrained(writing, max_shard_size=max_shard_size)
+        set_stop(model)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     if not Path(source).is_dir() or (Path(source) / "tokenizer_config.json").exists():
-        AutoTokenizer.from_pretrained(source).save_pretrained(writing)
-    if out.exists():
-        out.rmdir()
-    writing.rename(out)
-    return out
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
 def _model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
@@ -96,7 +106,9 @@ def _model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
         checkpoint = RunFolder(run).checkpoint(step)
         with torch.device("meta"):
             model = OuroForCausalLM(OuroConfig.from_pretrained(base))
-        load_weights(checkpoint, model.to_empty(device="cpu"))
+        model.to_empty(device="cpu")
+        model.tie_weights()  # the copy from the meta device has parted them
+        load_weights(checkpoint, model)
         return model, str(base)
     if (Path(run) / "checkpoints").exists():
         raise ConfigError(
@@ -111,30 +123,11 @@ def _model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
         raise ConfigError(f"{run}: neither a run folder nor an Ouro checkpoint: {error}") from error
 
 
-def write_checkpoint(
-    model: Any, save: Callable[..., None], folder: Path, args: Sequence[Any], kwargs: dict[str, Any]
-) -> None:
-    """Write config, weights and generation config.
-
-    Args:
-        save: transformers' `save_pretrained` of the model.
-        args, kwargs: its arguments after the folder.
-    """
-    set_stop(model)
-    save(folder, *args, **kwargs)
-    path = folder / "config.json"
-    if path.exists():  # not on the ranks that leave saving to rank 0
-        config = json.loads(path.read_text(encoding="utf-8"))
-        config.pop("auto_map", None)  # this checkpoint brings no code
-        path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def set_stop(model: Any, im_end: int = IM_END) -> None:
-    """Let generation stop at the end of a ChatML turn, besides the tokens it stops at already."""
+def set_stop(model: Any) -> None:
+    """Let generation stop at the end of a ChatML turn, where the settings know no other stop than
+    the published token 0. What names its stops otherwise is left as it is."""
     generation = model.generation_config
-    if generation is None or im_end >= model.config.vocab_size:
+    if generation is None or model.config.vocab_size <= IM_END:
         return
-    stops = generation.eos_token_id
-    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-    if im_end not in stops:
-        generation.eos_token_id = [im_end, *stops]
+    if generation.eos_token_id in (None, 0):
+        generation.eos_token_id = [IM_END, 0]

@@ -15,12 +15,7 @@ IGNORED = -100
 
 
 def language_loss(
-    config: OuroConfig,
-    head: nn.Linear,
-    outputs: Any,
-    labels: Tensor,
-    cu_seqlens: Tensor | None,
-    count: Tensor | int | None,
+    config: OuroConfig, head: nn.Linear, outputs: Any, labels: Tensor, count: Tensor | int | None
 ) -> Tensor:
     """Cross-entropy of the next token, from the last turn or weighted by the exit distribution.
 
@@ -29,9 +24,7 @@ def language_loss(
         labels: [B, S], not shifted.
         count: divides the sum; the number of targets by default.
     """
-    targets = next_tokens(labels, cu_seqlens)
-    if outputs.real is not None:  # a pad on the left does not foretell the first token
-        targets = targets.masked_fill(~outputs.real, IGNORED)
+    targets = next_tokens(labels, outputs.real, outputs.starts)
     if config.gate != "trained":
         h = outputs.last_hidden_state
         return linear_cross_entropy(h, head.weight, targets, count=count).loss
@@ -43,10 +36,19 @@ def language_loss(
     return weighted.loss + 0.0 * outputs.gates.sum()
 
 
-def next_tokens(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-    """[B, S]: of each position the token that follows it, -100 at the end (of each document)."""
+def next_tokens(labels: Tensor, real: Tensor | None = None, starts: Tensor | None = None) -> Tensor:
+    """[B, S]: of each position the token that follows it; -100 on pads, which foretell nothing, and
+    at the end (of each document).
+
+    Args:
+        labels: [B, S] int64.
+        real: [B, S] boolean, False on pads.
+        starts: [B or 1, S], where the document of each token starts.
+    """
     targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    if cu_seqlens is None:
-        return targets
-    ends = cu_seqlens[1:].to(labels.device).long() - 1
-    return targets.index_fill(1, ends.clamp_min(0), IGNORED)
+    if real is not None:
+        targets = targets.masked_fill(~real, IGNORED)
+    if starts is not None:
+        ends = F.pad(starts[:, 1:] != starts[:, :-1], (0, 1), value=True)
+        targets = targets.masked_fill(ends, IGNORED)
+    return targets

@@ -31,11 +31,13 @@ class OuroModelOutput(BaseModelOutputWithPast):
     gates: with `output_gates`, [T, B, S] logits of the exit gate after each turn, fp32.
     turns: [B, S] int64, turns executed for each token.
     real: [B, S] boolean, False on pads; None where there are none.
+    starts: [B or 1, S] int64, where the packed document of each token starts; None if not packed.
     """
 
     gates: Tensor | None = None
     turns: Tensor | None = None
     real: Tensor | None = None
+    starts: Tensor | None = None
 
 
 class OuroPreTrainedModel(PreTrainedModel):
@@ -249,6 +251,7 @@ class OuroModel(OuroPreTrainedModel):
             gates=stacked if output_gates else None,
             turns=executed,
             real=context.real,
+            starts=context.starts,
             **held,
         )
 
