@@ -209,6 +209,41 @@ class Adapted(nn.Module):
         return self.base(x) + F.linear(F.linear(x, self.down), self.up, self.bias)
 
 
+def test_an_adapted_head_is_called():
+    ids, labels = labelled()
+    net = model().train()
+    net.lm_head = Adapted(net.lm_head)
+    loss = net(ids, labels=labels).loss
+    loss.backward()
+    torch.testing.assert_close(loss, plain_loss(net(ids).logits, labels), rtol=1e-12, atol=0)
+    assert net.lm_head.up.grad.norm() > 0
+    hooked, calls = model().train(), []
+    hooked.lm_head.register_forward_hook(lambda *_: calls.append(1))
+    again = hooked(ids, labels=labels).loss
+    assert calls
+    torch.testing.assert_close(again, model()(ids, labels=labels).loss, rtol=1e-12, atol=0)
+
+
+def test_an_adapted_gate_is_trained():
+    ids, labels = labelled()
+    net = model(gate="trained").train()
+    net.model.early_exit_gate = Adapted(net.model.early_exit_gate)
+    net(ids, labels=labels).loss.backward()
+    assert net.model.early_exit_gate.up.grad.norm() > 0
+    net.lm_head = Adapted(net.lm_head)
+    with pytest.raises(ValueError, match="gate: 'trained' needs a plain lm_head"):
+        net(ids, labels=labels)
+    with pytest.raises(ValueError, match="tol: expected None or 0 for the loss of a trained gate"):
+        model(gate="trained")(ids, labels=labels, tol=0.1)
+
+
+def test_recomputation_takes_no_cache():
+    net = model().train()
+    net.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(ValueError, match="use_cache: expected no cache with gradient checkpoint"):
+        net(tokens(1, 4), use_cache=True)
+
+
 def test_adapters_and_biases_in_the_dual_turn():
     net = model()
     layer = net.model.layers[1]
@@ -260,6 +295,7 @@ def test_transformers_trainer_trains_it(tmp_path):
     trainer.train()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.8 * losses[0]
+    assert trainer.predict(data).predictions.shape == (8, 9, 320)
     trainer.save_model(tmp_path / "saved")
     again = OuroForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(again.lm_head.weight, net.lm_head.weight)

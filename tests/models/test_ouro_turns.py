@@ -10,7 +10,7 @@ from ouro_models import checkpoint, greedy, model, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from stars_fast.models.ouro import OuroCache, OuroConfig, OuroForCausalLM, count_turns
-from stars_fast.models.ouro.exits import exit_turns, gate_logits
+from stars_fast.models.ouro.exits import TurnCount, converged, exit_turns, gate_logits
 
 GQA = {"num_key_value_heads": 2}
 
@@ -51,7 +51,7 @@ def test_every_way_of_setting_the_turns_executes_that_many():
         assert calls["turns"] == 7
         assert out.turns.tolist() == [[7] * 6] * 2
         expected = out.logits if expected is None else expected
-        assert torch.equal(out.logits, expected)
+        torch.testing.assert_close(out.logits, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_lm_evals_arguments_reach_the_turns():
@@ -92,9 +92,31 @@ def test_counting_needs_one_model():
         ({"turns": 0}, "turns must be"),
         ({"turns": 2.5}, "turns must be"),
         ({"exit_at_step": 4}, "exit_at_step: expected less than turns=4, got 4"),
-        ({"exit_threshold": 0.0}, r"exit_threshold: expected a number in \(0, 1\], got 0.0"),
-        ({"exit_threshold": 1.5}, r"exit_threshold: expected a number in \(0, 1\], got 1.5"),
-        ({"tol": -1.0}, "tol: expected a positive number, got -1.0"),
+        ({"exit_threshold": 0.0}, r"exit_threshold must be a number in \(0, 1\], got 0.0"),
+        ({"exit_threshold": 1.5}, r"exit_threshold must be a number in \(0, 1\], got 1.5"),
+        ({"tol": -1.0}, r"tol must be a number in \[0, inf\), got -1.0"),
+        ({"exit_threshold": "0.5"}, "exit_threshold must be a number"),
+        ({"exit_at_step": 1, "exit_threshold": 0.5}, "exit_threshold: expected None when exit_at"),
+        ({"tol": "1e-3"}, "tol must be a number"),
+        ({"input_ids": tokens(1, 6)[0]}, r"input_ids: expected integers \[B, S\], got"),
+        ({"input_ids": torch.zeros(2, 6)}, r"input_ids: expected integers \[B, S\], got"),
+        ({"input_ids": tokens(2, 6)[:, :0]}, "input_ids: expected a token at least"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(1, 6, 7)}, "inputs_embeds: expected"),
+        ({"labels": tokens(1, 6)[0]}, r"labels: expected shape \[2, 6\], got \[6\]"),
+        ({"cu_seqlens": torch.tensor(6), "input_ids": tokens(1, 6)}, "cu_seqlens: expected shape"),
+        (
+            {"cu_seqlens": torch.tensor([0, 2, 6]), "use_cache": True, "input_ids": tokens(1, 6)},
+            "use_cache: expected False for packed documents",
+        ),
+        (
+            {
+                "position_ids": torch.tensor([[0, 1, 0, 1, 2, 3]] * 2),
+                "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [1] * 6]),
+            },
+            "position_ids: expected positions that rise",
+        ),
+        ({"past_key_values": OuroCache(1)}, "expected a cache for 2 layers, got 1"),
+        ({"past_key_values": OuroCache(2, turns=3)}, "holds 0 tokens at 3 turns"),
         ({"turn": 3}, r"unknown arguments \['turn'\]"),
         ({"past_key_values": DynamicCache()}, "expected an OuroCache.*got DynamicCache"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask: expected shape .*\[2, 6\]"),
@@ -105,7 +127,7 @@ def test_counting_needs_one_model():
 )
 def test_mistakes_are_named(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        model()(tokens(2, 6), **options)
+        model()(**({"input_ids": tokens(2, 6)} | options))
 
 
 def test_generate_refuses_unknown_arguments_and_caches():
@@ -114,6 +136,33 @@ def test_generate_refuses_unknown_arguments_and_caches():
         greedy(net, tokens(1, 3), turnz=3)
     with pytest.raises(ValueError, match="cache_implementation: expected None or 'dynamic'"):
         greedy(net, tokens(1, 3), cache_implementation="static")
+
+
+def test_a_call_comes_before_the_configuration():
+    net, ids = model(early_exit_step=1, convergence_tol=0.9, early_exit_threshold=0.4), tokens(2, 4)
+    plain = model()
+    for options, like in (
+        ({}, {"turns": 2, "tol": 0.9}),
+        ({"tol": 0}, {"turns": 2}),
+        ({"turns": 6, "tol": 0, "exit_threshold": 1.0}, {"turns": 6}),
+        ({"turns": 6, "tol": 0}, {"turns": 6, "exit_threshold": 0.4}),
+        ({"exit_threshold": 0.3, "tol": 0}, {"exit_threshold": 0.3}),
+        ({"exit_at_step": 2, "tol": 0}, {"turns": 3}),
+    ):
+        mine, expected = net(ids, **options), plain(ids, **like)
+        torch.testing.assert_close(mine.logits, expected.logits, rtol=1e-12, atol=1e-12)
+        assert torch.equal(mine.turns, expected.turns), options
+
+
+def test_outputs_as_transformers_has_them():
+    net, ids = model(), tokens(2, 4)
+    out = net(ids, return_dict=False)
+    assert isinstance(out, tuple)
+    assert torch.equal(out[0], net(ids).logits)
+    assert isinstance(net.model(ids, return_dict=False), tuple)
+    net.config.output_hidden_states = True
+    assert len(net(ids).hidden_states) == 5
+    assert net(ids, output_hidden_states=False).hidden_states is None
 
 
 # -- the cache
@@ -151,6 +200,21 @@ def test_chunks_through_the_cache_are_one_call():
     parts = [net(ids[:, a:b], past_key_values=cache, turns=3).logits for a, b in ((0, 4), (4, 9))]
     expected = net(ids, turns=3).logits
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_cache_has_its_batch():
+    net, cache = model(), OuroCache(2)
+    net(tokens(2, 4), past_key_values=cache)
+    with pytest.raises(ValueError, match="expected a cache of 3 rows, got 2"):
+        net(tokens(3, 1), past_key_values=cache)
+
+
+def test_generation_takes_a_cache_by_either_name():
+    net, ids = model(), tokens(1, 4)
+    for name in ("cache", "past_key_values"):
+        cache = OuroCache(2)
+        assert torch.equal(greedy(net, ids, turns=3, **{name: cache}), greedy(net, ids, turns=3))
+        assert (cache.turns, cache.get_seq_length()) == (3, 11)
 
 
 def test_turns_can_not_change_in_a_cache():
@@ -245,6 +309,24 @@ def test_exit_turns_by_hand():
     assert exit_turns(gates, 0.4).tolist() == [1, 0, 0]
     assert exit_turns(gates, 0.6).tolist() == [2, 1, 0]
     assert exit_turns(gates, 1.0).tolist() == [2, 2, 2]
+
+
+def test_exits_do_not_saturate():
+    """After two turns 2e-9 of the probability are left, in fp32 1 - 2e-9 is 1."""
+    gates = torch.full((4, 1), 10.0)
+    assert 1 - torch.cumprod(1 - torch.sigmoid(gates), 0)[1] == 1
+    assert exit_turns(gates, 1 - 1e-8).tolist() == [1]
+    assert exit_turns(gates, 1 - 1e-10).tolist() == [2]
+
+
+def test_the_gate_is_computed_in_fp32_under_autocast():
+    net, h = model(torch.float32), torch.randn(2, 3, 32)
+    expected = gate_logits(net.model.early_exit_gate, h)
+    angles = net.model.rotary(torch.arange(3)[None], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(gate_logits(net.model.early_exit_gate, h), expected)
+        again = net.model.rotary(torch.arange(3)[None], torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(angles, again, strict=True))
 
 
 def test_a_saturated_bf16_gate_does_not_exit_at_step_0():
@@ -346,6 +428,21 @@ def test_generation_with_a_tolerance_takes_fewer_turns_and_gives_the_same_tokens
     assert torch.equal(stopped, greedy(net, ids, turns=60))
 
 
+def test_pads_do_not_keep_a_row_from_resting():
+    before, after = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    after[0, 0], after[1, 2] = 5.0, 5.0
+    real = torch.tensor([[False, True, True], [True, True, True]])
+    assert converged(before, after, 0.1, real).tolist() == [True, False]
+    assert converged(before, after, 0.1, None).tolist() == [False, False]
+
+
+def test_turns_are_counted_over_real_tokens():
+    count = TurnCount(
+        [torch.tensor([[2, 2], [4, 4]])], [torch.tensor([[True, False], [True, True]])]
+    )
+    assert count.per_token == pytest.approx(10 / 3)
+
+
 def test_a_tolerance_never_reached_changes_nothing():
     net, ids = model(), tokens(2, 4)
     assert torch.equal(net(ids, turns=5, tol=1e-14).logits, net(ids, turns=5).logits)
@@ -370,6 +467,14 @@ def test_a_tolerance_never_reached_changes_nothing():
 def test_configurations_out_of_range(fields, message):
     with pytest.raises((ValueError, TypeError), match=message):
         OuroConfig(**fields)
+
+
+def test_settings_overridden_at_load_are_checked():
+    for options in ({"turns": 0}, {"tol": -1}, {"exit_threshold": 9}, {"hidden_act": "tanh"}):
+        with pytest.raises(ValueError, match=r"total_ut|converg|early_exit|hidden_act"):
+            OuroForCausalLM.from_pretrained(checkpoint(), **options)
+    with pytest.raises(ValueError, match="early_exit_step must be less than total_ut_steps=4"):
+        OuroConfig(exit_at_step=4)
 
 
 def test_sliding_layers_follow_from_the_older_fields():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
@@ -33,16 +32,25 @@ class OuroCache(DynamicCache):
         self.turn_layers = layers
         self.turns = turns
 
-    def bind(self, turns: int) -> None:
-        """Take part in a call of `turns` turns.
+    def bind(self, layers: int, turns: int, batch: int) -> None:
+        """Take part in a call.
 
         Raises:
-            ValueError: the cache holds tokens of calls with another number of turns.
+            ValueError: the cache is for another number of layers or turns, or holds another batch.
         """
-        if self.get_seq_length() and turns != self.turns:
+        if layers != self.turn_layers:
+            raise ValueError(
+                f"past_key_values: expected a cache for {layers} layers, got {self.turn_layers}"
+            )
+        if self.turns not in (None, turns):
             raise ValueError(
                 f"turns: this cache holds {self.get_seq_length()} tokens at {self.turns} turns and "
                 f"can't go on with {turns}; start with an empty cache"
+            )
+        held: Any = self.layers[0] if self.layers else None
+        if self.get_seq_length() and held.keys.shape[0] != batch:
+            raise ValueError(
+                f"past_key_values: expected a cache of {batch} rows, got {held.keys.shape[0]}"
             )
         self.turns = turns
 
@@ -93,8 +101,3 @@ def check_cache(cache: Any) -> None:
             "past_key_values: expected an OuroCache, which has a slot for each layer of each turn, "
             f"got {type(cache).__name__}"
         )
-
-
-def rows_of(done: Tensor) -> Tensor:
-    """[n] int64: the rows that are not done."""
-    return torch.nonzero(~done).squeeze(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -11,12 +12,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.export import set_stop
+from stars_fast.models.ouro.export import drop_stale_weights, set_stop
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel
 
-# What transformers passes along to any model and has no meaning here.
-_PASSED_ALONG = frozenset(("cache_position", "return_dict", "token_type_ids", "is_first_iteration"))
 # transformers' names for the bounds of packed documents.
 _PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 
@@ -44,7 +43,6 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
     """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     accepts_loss_kwargs = True
 
     def __init__(self, config: OuroConfig) -> None:
@@ -63,9 +61,9 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the public layout: safetensors, a config that both current and older readers
         understand, and a generation config that stops where a ChatML turn ends."""
-        if hasattr(self.config, "auto_map"):
-            del self.config.auto_map  # this checkpoint brings no code
-        return super().save_pretrained(save_directory, *args, **kwargs)
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if args[0] if args else kwargs.get("is_main_process", True):
+            drop_stale_weights(Path(save_directory))
 
     def forward(
         self,
@@ -84,17 +82,17 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
         output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
         **kwargs: Any,
-    ) -> OuroCausalLMOutput:
+    ) -> OuroCausalLMOutput | tuple[Any, ...]:
         """Logits, and the loss where labels are given.
 
         Args:
             labels: [B, S] int64, the token ids themselves (they are shifted here), -100 where there
                 is no target. With `config.gate` "trained" the loss of each turn counts by the
-                probability of leaving there; else it is that of the last turn.
+                probability of leaving there; else it is that of the state that the logits come
+                from.
             logits_to_keep: logits of the last so many positions, or of positions [n]; 0 for all.
             num_items_in_batch: divides the summed loss; the number of targets by default.
             skip_logits: compute the loss alone, without a tensor of all logits; by default in
@@ -105,17 +103,20 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         Raises:
             TypeError, ValueError: an argument that is unknown, of the wrong type, shape or range.
         """
-        cu_seqlens = _bounds(cu_seqlens, kwargs)
-        if unknown := sorted(set(kwargs) - _PASSED_ALONG - _PACKED):
-            raise TypeError(f"OuroForCausalLM: unknown arguments {unknown}")
-        if output_attentions:
-            raise ValueError("output_attentions: expected False; the kernels keep no weights")
+        return_dict = kwargs.pop("return_dict", None)
+        packed = {name: kwargs.pop(name) for name in _PACKED & set(kwargs)}
+        if cu_seqlens is None and packed.get("cu_seq_lens_q") is not None:
+            cu_seqlens, position_ids = packed["cu_seq_lens_q"], None  # the positions follow from it
         trains_gate = labels is not None and self.config.gate == "trained"
+        if trains_gate and (tol or self.config.convergence_tol):
+            raise ValueError("tol: expected None or 0 for the loss of a trained gate")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            position_ids=None if cu_seqlens is not None else position_ids,
-            past_key_values=cache if past_key_values is None else past_key_values,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             turns=turns,
@@ -123,8 +124,10 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             exit_threshold=exit_threshold,
             tol=tol,
             cu_seqlens=cu_seqlens,
+            cache=cache,
             output_hidden_states=output_hidden_states or trains_gate,
             output_gates=trains_gate,
+            **kwargs,
         )
         h = outputs.last_hidden_state
         loss = None
@@ -133,22 +136,25 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         if skip_logits is None:
             skip_logits = labels is not None and self.training
         held: dict[str, Any] = {CACHE: outputs.get(CACHE)}
-        return OuroCausalLMOutput(
+        output = OuroCausalLMOutput(
             loss=loss,
             logits=None if skip_logits else self.lm_head(_kept(h, logits_to_keep)),
             hidden_states=outputs.hidden_states if output_hidden_states else None,
             turns=outputs.turns,
             **held,
         )
+        return output if return_dict in (None, True) else output.to_tuple()
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Give `generate` a cache with a slot for each turn."""
-        given = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
-        if given is None and generation_config.use_cache is not False:
+        for name in ("cache", "past_key_values"):  # by either name
+            if model_kwargs.get(name) is not None:
+                model_kwargs[CACHE] = model_kwargs.pop(name)
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             kind = generation_config.cache_implementation
-            if kind not in (None, "dynamic"):
+            if kind not in (None, "dynamic", "dynamic_full"):
                 raise ValueError(
                     "cache_implementation: expected None or 'dynamic' for a looped model, "
                     f"got {kind!r}"
@@ -158,11 +164,6 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         return GenerationMixin._prepare_cache_for_generation(
             cast(Any, self), generation_config, model_kwargs, *args, **kwargs
         )
-
-
-def _bounds(cu_seqlens: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
-    """Of packed documents, by our name or by that of transformers' flattening collator."""
-    return kwargs.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
 
 
 def _kept(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from stars_fast.checks import check_integer
+from stars_fast.checks import check_integer, check_number
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Their names in transformers -> those of `ops.gated`.
@@ -33,8 +33,8 @@ class OuroConfig(PretrainedConfig):
         early_exit_step: turn (counted from 0) whose state gives the logits; None for the last.
         early_exit_threshold: exit probability from which on a token takes the state of a turn; 1
             for the last turn always.
-        convergence_tol: a sequence whose states change by less than this (relative, in the L2
-            norm, every token) takes no further turn; None for no such stop.
+        convergence_tol: a sequence whose states change by at most this (relative, in the L2
+            norm, every token) takes no further turn; None or 0 for no such stop.
         gate: what becomes of the early-exit gate: "frozen" (kept as it is), "trained" (the loss is
             weighted by the exit distribution, which trains it) or "ignored" (never evaluated, and
             may be missing from a checkpoint).
@@ -45,7 +45,7 @@ class OuroConfig(PretrainedConfig):
     """
 
     model_type = "ouro"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "turns"]
     # What a call names, `from_pretrained(..., turns=8)` and lm-eval's model_args can name too.
     attribute_map: ClassVar[dict[str, str]] = {
         "turns": "total_ut_steps",
@@ -119,8 +119,9 @@ class OuroConfig(PretrainedConfig):
                 setattr(self, alias, kwargs.pop(alias))
         self.gate = gate
         self.exit_entropy = exit_entropy
-        self.rope_parameters = _rope(rope_parameters or rope_scaling, rope_theta)
-        _check(self)
+        self.rope_parameters = _rope(rope_parameters, rope_scaling, rope_theta)
+        check_config(self)
+        kwargs.pop("auto_map", None)  # code beside a checkpoint, which is never run
         shared: dict[str, Any] = {
             "bos_token_id": bos_token_id,
             "eos_token_id": eos_token_id,
@@ -130,30 +131,56 @@ class OuroConfig(PretrainedConfig):
         super().__init__(**shared, **kwargs)
 
     @property
-    def rope_theta(self) -> float:
+    def rope_theta(self) -> float | None:
         """Base of the rotary frequencies."""
-        return self.rope_parameters["rope_theta"]
+        return self.rope_parameters.get("rope_theta")
+
+    @rope_theta.setter
+    def rope_theta(self, theta: float) -> None:
+        self.rope_parameters = {**self.rope_parameters, "rope_theta": float(theta)}
+
+    @property
+    def rope_scaling(self) -> dict[str, Any] | None:
+        """The rotary settings in their older form: None unless scaled."""
+        scaled = self.rope_parameters.get("rope_type") != "default"
+        return dict(self.rope_parameters) if scaled else None
+
+    @rope_scaling.setter
+    def rope_scaling(self, scaling: dict[str, Any] | None) -> None:
+        self.rope_parameters = _rope(None, scaling, self.rope_theta)
 
     def to_dict(self) -> dict[str, Any]:
         """With the rotary settings in both forms: `rope_parameters` for current readers,
         `rope_theta` and `rope_scaling` for older ones."""
         values = super().to_dict()
-        scaled = self.rope_parameters["rope_type"] != "default"
         values["rope_theta"] = self.rope_theta
-        values["rope_scaling"] = dict(self.rope_parameters) if scaled else None
+        values["rope_scaling"] = self.rope_scaling
         return values
 
 
-def _rope(parameters: dict[str, Any] | None, theta: float | None) -> dict[str, Any]:
-    rope = dict(parameters or {})
-    rope.setdefault("rope_type", rope.pop("type", "default"))
-    if rope.get("rope_theta") is None:
-        rope["rope_theta"] = 1_000_000.0 if theta is None else theta
-    rope["rope_theta"] = float(rope["rope_theta"])
-    return rope
+def _rope(
+    parameters: dict[str, Any] | None, scaling: dict[str, Any] | None, theta: float | None
+) -> dict[str, Any]:
+    """One form of the rotary settings; where both are given they must agree."""
+    forms = [dict(form) for form in (parameters, scaling) if form]
+    for form in forms:
+        form["rope_type"] = form.pop("type", None) or form.get("rope_type", "default")
+        given = theta if theta is not None else 1_000_000.0
+        form["rope_theta"] = float(given if form.get("rope_theta") is None else form["rope_theta"])
+        if theta is not None and form["rope_theta"] != theta:
+            raise ValueError(
+                f"rope_theta must be that of rope_parameters, {form['rope_theta']}, got {theta}"
+            )
+    if not forms:
+        theta = 1_000_000.0 if theta is None else theta
+        return {"rope_type": "default", "rope_theta": float(theta)}
+    if forms[0] != forms[-1]:
+        raise ValueError(f"rope_scaling must be rope_parameters, {forms[0]}, got {forms[1]}")
+    return forms[0]
 
 
-def _check(config: OuroConfig) -> None:
+def check_config(config: OuroConfig) -> None:
+    """Raises ValueError or TypeError that names a setting out of range."""
     sizes = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "num_key_value_heads head_dim total_ut_steps"
@@ -183,3 +210,19 @@ def _check(config: OuroConfig) -> None:
         )
     if "sliding_attention" in types:
         check_integer("sliding_window", config.sliding_window or 0, 1)
+    if "rope_theta" not in config.rope_parameters or "rope_type" not in config.rope_parameters:
+        raise ValueError(
+            f"rope_parameters must hold rope_type and rope_theta, got {config.rope_parameters}"
+        )
+    step = config.early_exit_step
+    if step is not None:
+        check_integer("early_exit_step", step, 0)
+        if step >= config.total_ut_steps:
+            raise ValueError(
+                f"early_exit_step must be less than total_ut_steps={config.total_ut_steps}, "
+                f"got {step}"
+            )
+    if config.early_exit_threshold is not None:
+        check_number("early_exit_threshold", config.early_exit_threshold, 0.0, 1.0, open_low=True)
+    if config.convergence_tol is not None:
+        check_number("convergence_tol", config.convergence_tol, 0.0)

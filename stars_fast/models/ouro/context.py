@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.models.ouro.cache import OuroCache
@@ -82,8 +83,8 @@ def make_context(
     Args:
         h: [B, S, D]; shape, dtype and device count.
         attention_mask: [B, past + S], 1 on real tokens. Without it all tokens are real.
-        position_ids: [B or 1, S] integers. By default they count the real tokens. Where they start
-            again from 0 within a row (and there is no mask), documents are packed there.
+        position_ids: [B or 1, S] integers. By default they count the real tokens. Where they fall
+            or stay within a row, a packed document begins.
         cu_seqlens: [n + 1] integers, bounds of documents packed in a batch of one row.
         cache: its tokens come before these.
 
@@ -107,11 +108,15 @@ def make_context(
     padding, holes = _padding(attention_mask, batch, past + length, h.device)
     if position_ids is not None:
         positions = _positions(position_ids, batch, length, h.device)
-        if padding is None and not past:
-            begins = _restarts(positions)
-            if begins is not None:
-                packed = {k: packed_visible(begins, window) for k, window in _windows(config)}
-                return Context(*rotary(positions, h.dtype), packed, starts=begins, cache=cache)
+        begins = _restarts(positions, None if padding is None else padding[:, past:])
+        if begins is not None:
+            if padding is not None or past:
+                raise ValueError(
+                    "position_ids: expected positions that rise along a row with pads or a cache, "
+                    "got packed documents"
+                )
+            packed = {k: packed_visible(begins, window) for k, window in _windows(config)}
+            return Context(*rotary(positions, h.dtype), packed, starts=begins, cache=cache)
     elif padding is None:
         positions = torch.arange(past, past + length, device=h.device).unsqueeze(0)
     else:
@@ -135,10 +140,11 @@ def _documents(cu_seqlens: Any, h: Tensor) -> tuple[Documents, Tensor]:
         raise TypeError("cu_seqlens: expected a tensor of integers")
     if h.shape[0] != 1:
         raise ValueError(f"cu_seqlens: expected a batch of one packed row, got {h.shape[0]} rows")
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
     bounds = cu_seqlens.tolist()
     total = h.shape[1]
-    rising = all(a <= b for a, b in pairwise(bounds))
-    if cu_seqlens.dim() != 1 or len(bounds) < 2 or not rising or bounds[0] or bounds[-1] != total:
+    if bounds[0] or bounds[-1] != total or not all(a <= b for a, b in pairwise(bounds)):
         raise ValueError(
             f"cu_seqlens: expected bounds that rise from 0 to the {total} tokens, got {bounds}"
         )
@@ -169,7 +175,7 @@ def _padding(
 
 
 def _positions(positions: Any, batch: int, length: int, device: torch.device) -> Tensor:
-    if not isinstance(positions, Tensor) or positions.is_floating_point():
+    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
         raise TypeError("position_ids: expected a tensor of integers")
     if positions.dim() == 1:
         positions = positions.unsqueeze(0)
@@ -181,11 +187,13 @@ def _positions(positions: Any, batch: int, length: int, device: torch.device) ->
     return positions.to(device)
 
 
-def _restarts(positions: Tensor) -> Tensor | None:
+def _restarts(positions: Tensor, real: Tensor | None) -> Tensor | None:
     """[B or 1, S]: where the document of each token starts; None where no row holds several."""
-    new = positions[:, 1:] != positions[:, :-1] + 1
+    new = positions[:, 1:] <= positions[:, :-1]
+    if real is not None:
+        new = new & real[:, 1:] & real[:, :-1]
     if not new.any():
         return None
     place = torch.arange(positions.shape[1], device=positions.device)
-    first = torch.cat((torch.ones_like(new[:, :1]), new), 1)
+    first = F.pad(new, (1, 0), value=True)
     return torch.where(first, place, 0).cummax(1).values

@@ -18,10 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.linear_cross_entropy import (
+    averaged,
+    check_head,
     check_supervised,
-    linear_cross_entropy,
-    mean_divisor,
+    check_tensor,
+    summed_loss,
     supervised_positions,
 )
 
@@ -83,7 +86,8 @@ def exit_weighted_loss(
     there, less the entropy of leaving.
 
     All turns share one pass through the head, a chunk of supervised tokens at a time, so that one
-    gradient of `weight` is kept, not T.
+    gradient of `weight` is kept, not T; memory and what is not supported are as in
+    `linear_cross_entropy`, for T times the tokens.
 
     Args:
         states: T tensors [..., D], what the head reads after each turn (Ouro's states already went
@@ -93,8 +97,8 @@ def exit_weighted_loss(
         weight: [V, D], the head.
         labels: [...] int64, aligned to the states: nothing is shifted.
         beta: weight of the entropy. The paper lowers it as training goes on.
-        ignore_index, count, chunk, supervised, backend: as in `linear_cross_entropy`; `supervised`
-            and `count` are of the tokens of one turn.
+        ignore_index, count, chunk, supervised, backend: as in `linear_cross_entropy`, but
+            `ignore_index` is a number; `supervised` and `count` are of the tokens of one turn.
 
     Returns:
         `ExitLoss(loss, nll, exits)`.
@@ -102,44 +106,48 @@ def exit_weighted_loss(
     Raises:
         TypeError, ValueError, ImportError: an argument that does not fit, named.
     """
-    turns, shape = len(states), labels.shape
-    if turns == 0 or gates.shape != (turns, *shape):
-        raise ValueError(
-            f"exit_weighted_loss: gates must be {[turns, *shape]} for {turns} states and labels "
-            f"{list(shape)}, got {list(gates.shape)}"
-        )
+    op = "exit_weighted_loss"
+    if len(states) == 0:
+        raise ValueError(f"{op}: states must be a tensor a turn, one at least, got none")
+    check_head(op, "states[0]", states[0], weight, labels)
+    turns, shape, width = len(states), labels.shape, weight.shape[1]
     for turn, state in enumerate(states):
-        if state.shape[:-1] != shape or state.shape != states[0].shape:
+        check_tensor(op, f"states[{turn}]", state, labels.device)
+        check_stack(op, f"states[{turn}]", state, dual=False)
+        if state.shape != states[0].shape:
             raise ValueError(
-                f"exit_weighted_loss: states[{turn}] must be {[*shape, states[0].shape[-1]]}, got "
-                f"{list(state.shape)}"
+                f"{op}: states[{turn}] must be {[*shape, width]}, got {list(state.shape)}"
             )
-    if not gates.is_floating_point():
-        raise TypeError(f"exit_weighted_loss: gates must be floating point, got {gates.dtype}")
+    check_tensor(op, "gates", gates, labels.device)
+    check_stack(op, "gates", gates, dual=False)
+    if gates.shape != (turns, *shape):
+        raise ValueError(
+            f"{op}: gates must be {[turns, *shape]} for {turns} states and labels {list(shape)}, "
+            f"got {list(gates.shape)}"
+        )
     if supervised is None:
         supervised = supervised_positions(labels, ignore_index)
     else:
-        check_supervised("exit_weighted_loss", supervised, labels)
-    rows = [state.reshape(-1, state.shape[-1]).index_select(0, supervised) for state in states]
+        check_supervised(op, supervised, labels)
     targets = labels.reshape(-1).index_select(0, supervised)
     log_exits = _log_exits(gates.reshape(turns, labels.numel()).index_select(1, supervised))
     exits = log_exits.exp()
-    tokens = linear_cross_entropy(
-        torch.cat(rows),
+    total, nll = summed_loss(
+        op,
+        "states",
+        # Each turn's rows have no name: only their concatenation is there during the pass.
+        torch.cat([state.reshape(-1, width).index_select(0, supervised) for state in states]),
         weight,
         targets.repeat(turns),
-        weights=exits.flatten(),
-        ignore_index=None,
-        reduction="sum",
-        chunk=chunk,
-        backend=backend,
+        exits.flatten(),
+        chunk,
+        backend,
     )
-    total = tokens.loss + beta * (exits * log_exits).sum()
-    divisor = mean_divisor("exit_weighted_loss", count, len(targets), total.dtype)
+    total = total + beta * (exits * log_exits).sum()
 
     def placed(values: Tensor) -> Tensor:
         everywhere = values.new_zeros(turns, labels.numel())
         return everywhere.index_copy(1, supervised, values).view(turns, *shape)
 
-    nll = tokens.nll.view(turns, -1)
-    return ExitLoss(total / divisor, placed(nll), placed(exits.detach()))
+    loss = averaged(op, total, len(targets), count)
+    return ExitLoss(loss, placed(nll.view(turns, -1)), placed(exits.detach()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,13 +12,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stars_fast.checks import check_integer, check_number
+from stars_fast.models.ouro.config import OuroConfig
+
 
 def gate_logits(gate: nn.Linear, h: Tensor) -> Tensor:
     """[B, S]: logit of leaving after the turn that gave h [B, S, D]. In fp32 at least: in bf16 the
-    probability saturates at 1 from a logit of 6 on, and every token would leave."""
+    probability saturates at 1 from a logit of 6 on, and every token would leave. A module that
+    stands in for the gate is called, in its own precision."""
     wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+    if not is_plain_linear(gate):
+        return gate(h).squeeze(-1).to(wide)
     with torch.autocast(h.device.type, enabled=False):
         return F.linear(h.to(wide), gate.weight.to(wide), gate.bias.to(wide)).squeeze(-1)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is its weight and bias and nothing else: no adapter, no hook, not
+    quantised or sharded by itself."""
+    return type(module) is nn.Linear and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    )
 
 
 def exit_turns(gates: Tensor, threshold: float) -> Tensor:
@@ -35,8 +50,34 @@ def exit_turns(gates: Tensor, threshold: float) -> Tensor:
     if threshold >= 1.0 or last == 0:
         return torch.full(gates.shape[1:], last, dtype=torch.int64, device=gates.device)
     left = F.logsigmoid(-gates[:-1]).cumsum(0)  # log of the probability of being still there
-    reached = left <= torch.log1p(torch.tensor(-threshold, dtype=gates.dtype))
+    reached = left <= math.log1p(-threshold)
     return torch.where(reached.any(0), reached.to(torch.uint8).argmax(0), last)
+
+
+def turns_and_threshold(
+    config: OuroConfig, turns: int | None, exit_at_step: int | None, exit_threshold: float | None
+) -> tuple[int, float | None]:
+    """How many turns a call executes at most, and the exit probability that counts: None where the
+    last turn's state is taken anyway. What the call says comes before the configuration.
+
+    Raises:
+        ValueError: an argument out of range, or two that contradict each other.
+    """
+    if exit_at_step is not None and exit_threshold is not None:
+        raise ValueError("exit_threshold: expected None when exit_at_step is given, got both")
+    if exit_threshold is not None:
+        check_number("exit_threshold", exit_threshold, 0.0, 1.0, open_low=True)
+    elif exit_at_step is None and turns is None:
+        exit_at_step = config.early_exit_step
+    limit = config.total_ut_steps if turns is None else turns
+    check_integer("turns", limit, 1)
+    if exit_at_step is not None:
+        check_integer("exit_at_step", exit_at_step, 0)
+        if exit_at_step >= limit:
+            raise ValueError(f"exit_at_step: expected less than turns={limit}, got {exit_at_step}")
+        return exit_at_step + 1, None
+    threshold = config.early_exit_threshold if exit_threshold is None else exit_threshold
+    return limit, None if threshold is None or threshold >= 1.0 else threshold
 
 
 def pick_states(states: list[Tensor], turns: Tensor) -> Tensor:
@@ -80,7 +121,8 @@ class TurnCount:
 
 @contextmanager
 def count_turns(model: nn.Module) -> Iterator[TurnCount]:
-    """Count the turns that a model executes inside, `generate` included.
+    """Count the turns that a model executes inside, `generate` included. What `generate` computes
+    for rows of a batch that are done already counts too.
 
         with count_turns(model) as count:
             model.generate(**inputs, turns=8, tol=1e-3)

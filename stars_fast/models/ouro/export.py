@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from stars_fast.checks import check_integer
+from stars_fast.models.ouro.config import OuroConfig, check_config
 
 # The end of a ChatML turn, `<|im_end|>`: the published tokenizers give it id 2, while eos, bos and
 # pad are all token 0.
@@ -71,6 +73,7 @@ def export_run(
     model, source = _model_of(run, step)
     if turns is not None:
         model.config.total_ut_steps = turns
+        check_config(model.config)
     model.to(dtype or model.config.dtype or torch.float32)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.") as folder:
@@ -96,7 +99,6 @@ def _write(model: Any, source: str, folder: Path, max_shard_size: str) -> None:
 def _model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
     """The model of a run or of a checkpoint, and where its tokenizer is."""
     from stars_fast.models.ouro.causal_lm import OuroForCausalLM
-    from stars_fast.models.ouro.config import OuroConfig
     from stars_fast.training.checkpoint import load_weights
     from stars_fast.training.run_folder import RunFolder
     from stars_fast.training.tree import ConfigError
@@ -123,10 +125,21 @@ def _model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
         raise ConfigError(f"{run}: neither a run folder nor an Ouro checkpoint: {error}") from error
 
 
+def drop_stale_weights(folder: Path) -> None:
+    """A folder that now holds shards may hold the one file of an earlier save, which readers would
+    take first: remove it."""
+    index = folder / "model.safetensors.index.json"
+    whole = folder / "model.safetensors"
+    if index.exists() and whole.exists() and index.stat().st_mtime > whole.stat().st_mtime:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        if whole.name not in named:
+            whole.unlink()
+
+
 def set_stop(model: Any) -> None:
     """Let generation stop at the end of a ChatML turn, where the settings know no other stop than
     the published token 0. What names its stops otherwise is left as it is."""
-    generation = model.generation_config
+    generation = getattr(model, "generation_config", None)  # a model without a head has none
     if generation is None or model.config.vocab_size <= IM_END:
         return
     if generation.eos_token_id in (None, 0):

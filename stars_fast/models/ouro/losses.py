@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.exit_loss import exit_weighted_loss
+from stars_fast.models.ouro.exits import is_plain_linear
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100
@@ -24,16 +26,38 @@ def language_loss(
         labels: [B, S], not shifted.
         count: divides the sum; the number of targets by default.
     """
+    if labels.shape != outputs.last_hidden_state.shape[:2]:
+        raise ValueError(
+            f"labels: expected shape {list(outputs.last_hidden_state.shape[:2])}, "
+            f"got {list(labels.shape)}"
+        )
     targets = next_tokens(labels, outputs.real, outputs.starts)
+    plain = is_plain_linear(head) and head.bias is None
     if config.gate != "trained":
         h = outputs.last_hidden_state
+        if not plain:
+            return _by_calling(head, h, targets, count)
         return linear_cross_entropy(h, head.weight, targets, count=count).loss
-    states = outputs.hidden_states[1:]
+    if not plain:
+        raise ValueError(
+            "gate: 'trained' needs a plain lm_head, without adapter, bias or hook, "
+            f"got {type(head).__name__}"
+        )
     weighted = exit_weighted_loss(
-        states, outputs.gates, head.weight, targets, beta=config.exit_entropy, count=count
-    )
+        outputs.hidden_states[1:], outputs.gates, head.weight, targets,
+        beta=config.exit_entropy, count=count,
+    )  # fmt: skip
     # After one turn the exit is certain and the gate without effect: it still takes part.
     return weighted.loss + 0.0 * outputs.gates.sum()
+
+
+def _by_calling(head: nn.Module, h: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+    """The loss through a head that is more than its weight: logits at the targets alone."""
+    kept = targets != IGNORED
+    logits = head(h[kept])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    total = F.cross_entropy(logits.to(wide), targets[kept], reduction="sum")
+    return total / (kept.sum().clamp_min(1) if count is None else count)
 
 
 def next_tokens(labels: Tensor, real: Tensor | None = None, starts: Tensor | None = None) -> Tensor:

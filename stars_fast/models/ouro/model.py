@@ -3,7 +3,7 @@ Reasoning via Looped Language Models", https://arxiv.org/abs/2510.25741)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,28 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from stars_fast.checks import check_integer
+from stars_fast.checks import check_number
 from stars_fast.dual.tensor import Dual
-from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache, rows_of
-from stars_fast.models.ouro.config import OuroConfig
+from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
+from stars_fast.models.ouro.config import OuroConfig, check_config
 from stars_fast.models.ouro.context import Context, make_context
-from stars_fast.models.ouro.exits import converged, exit_turns, gate_logits, pick_states
+from stars_fast.models.ouro.exits import (
+    converged,
+    exit_turns,
+    gate_logits,
+    pick_states,
+    turns_and_threshold,
+)
 from stars_fast.models.ouro.export import set_stop
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
 from stars_fast.models.ouro.loading import check_loaded
 from stars_fast.models.ouro.rotary import Rotary
+
+# What transformers passes along to any model, and has no meaning or no effect here.
+_PASSED_ALONG = frozenset(
+    ("cache_position", "is_first_iteration", "output_attentions", "return_dict", "seq_idx",
+     "token_type_ids")
+)  # fmt: skip
 
 
 @dataclass
@@ -92,6 +104,7 @@ class OuroModel(OuroPreTrainedModel):
     """
 
     def __init__(self, config: OuroConfig) -> None:
+        check_config(config)  # again: settings may have been overridden since
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -149,7 +162,7 @@ class OuroModel(OuroPreTrainedModel):
         """
         dual = type(h) is Dual
         x = h.stack if dual else h  # type: ignore[attr-defined]
-        recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        recompute = self._recomputes()
         for layer in self.layers:
             if recompute:
                 x = self._gradient_checkpointing_func(layer, x, context, index, dual)
@@ -171,25 +184,31 @@ class OuroModel(OuroPreTrainedModel):
         exit_threshold: float | None = None,
         tol: float | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: OuroCache | None = None,
         output_hidden_states: bool | None = None,
         output_gates: bool = False,
-    ) -> OuroModelOutput:
+        **kwargs: Any,
+    ) -> OuroModelOutput | tuple[Any, ...]:
         """Run the turns.
 
         Args:
             input_ids: [B, S] int64; or inputs_embeds: [B, S, D].
             attention_mask: [B, past + S], 1 on real tokens.
             position_ids: [B or 1, S]; by default they count the real tokens.
-            past_key_values: an `OuroCache`, filled by calls of as many turns.
-            use_cache: return one; by default `config.use_cache` outside training.
-            turns: how many; by default `config.total_ut_steps`.
+            past_key_values: an `OuroCache`, filled by calls of as many turns; also by the name
+                `cache`.
+            use_cache: return one; by default `config.use_cache` outside training, and not for
+                packed documents.
+            turns: how many; by default `config.total_ut_steps`. What a call says of the turns
+                comes before the exits of the configuration.
             exit_at_step: the turn, counted from 0, whose state is returned, as published. No later
                 turn is run.
             exit_threshold: each token takes the state of the first turn at which its probability
                 of having left reaches this. All turns are run, as published: later tokens attend to
                 keys of every turn.
             tol: a sequence all of whose (new) tokens changed by at most this, relative, in a turn
-                takes no further turn; its keys and values stand in for those of the turns left out.
+                takes no further turn; its keys and values stand in for those of the turns left
+                out. 0 for no such stop.
             cu_seqlens: [n + 1] bounds of documents packed in a batch of one row.
             output_hidden_states: return the states before and after each turn.
             output_gates: return the gate's logits after each turn.
@@ -198,21 +217,19 @@ class OuroModel(OuroPreTrainedModel):
             TypeError, ValueError: an argument of the wrong type, shape or range, named.
         """
         config = self.config
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids: expected either input_ids or inputs_embeds")
-        h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        check_cache(past_key_values)
-        limit = _turns_to_run(config, turns, exit_at_step)
-        threshold = _threshold(config, exit_threshold, exit_at_step)
-        tol = _tolerance(config, tol)
-        cache = past_key_values
-        if use_cache is None:
-            use_cache = config.use_cache and not self.training
-        if cache is None and use_cache:
-            cache = OuroCache(config.num_hidden_layers)
-        if cache is not None:
-            cache.bind(limit)
+        check_arguments(kwargs)
+        h = self._embedded(input_ids, inputs_embeds)
+        limit, threshold = turns_and_threshold(config, turns, exit_at_step, exit_threshold)
+        tol = config.convergence_tol if tol is None else tol
+        if tol is not None:
+            check_number("tol", tol, 0.0)
+        given = past_key_values if cache is None else cache
+        cache = self._cache(given, use_cache, limit, len(h))
         context = self.prepare(h, attention_mask, position_ids, cu_seqlens, cache)
+        if context.starts is not None and cache is not None:
+            if given is not None or use_cache:
+                raise ValueError("use_cache: expected False for packed documents, got a cache")
+            cache, context = None, replace(context, cache=None)
         needs_gate = threshold is not None or output_gates
         if needs_gate and config.gate == "ignored":
             raise ValueError("exit_threshold: expected None with gate='ignored', which has no exit")
@@ -220,22 +237,23 @@ class OuroModel(OuroPreTrainedModel):
         states, gates = [h], []
         executed = torch.full(h.shape[:2], limit, dtype=torch.int64, device=h.device)
         rows: Tensor | None = None  # those that still take turns; None for all
+        part = context
         for t in range(limit):
             before = h if rows is None else h[rows]
-            after = self.turn(before, context if rows is None else context.take(rows), t)
+            after = self.turn(before, part, t)
             h = after if rows is None else h.index_copy(0, rows, after)
             if keep or threshold is not None:
                 states.append(h)
             if needs_gate:
                 gates.append(gate_logits(self.early_exit_gate, h))
-            if tol is not None and t + 1 < limit:
-                real = context.real if rows is None or context.real is None else context.real[rows]
-                done = converged(before, after, tol, real)
-                going = rows_of(done)
+            if tol and t + 1 < limit:
+                done = converged(before, after, tol, part.real)
+                going = torch.nonzero(~done).squeeze(1)
                 if len(going) < len(done):
                     everyone = torch.arange(len(h), device=h.device) if rows is None else rows
                     executed[everyone[done]] = t + 1
                     rows = everyone[going]
+                    part = context.take(rows)
                 if len(going) == 0:
                     if cache is not None:
                         cache.repeat_from(t + 1, h.shape[1])
@@ -244,8 +262,8 @@ class OuroModel(OuroPreTrainedModel):
         stacked = torch.stack(gates) if gates else None
         if threshold is not None and stacked is not None:
             out = pick_states(states[1:], exit_turns(stacked, threshold))
-        held: dict[str, Any] = {CACHE: cache if use_cache else None}
-        return OuroModelOutput(
+        held: dict[str, Any] = {CACHE: cache}
+        output = OuroModelOutput(
             last_hidden_state=out,
             hidden_states=tuple(states) if keep else None,
             gates=stacked if output_gates else None,
@@ -254,35 +272,52 @@ class OuroModel(OuroPreTrainedModel):
             starts=context.starts,
             **held,
         )
+        return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+
+    def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """h^(0), [B, S, D]."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids: expected either input_ids or inputs_embeds")
+        width = self.config.hidden_size
+        if inputs_embeds is not None:
+            if inputs_embeds.dim() != 3 or inputs_embeds.shape[-1] != width:
+                raise ValueError(
+                    f"inputs_embeds: expected [B, S, {width}], got {list(inputs_embeds.shape)}"
+                )
+            return inputs_embeds
+        assert input_ids is not None
+        if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                "input_ids: expected integers [B, S], "
+                f"got {input_ids.dtype} {list(input_ids.shape)}"
+            )
+        if not input_ids.numel():
+            raise ValueError(f"input_ids: expected a token at least, got {list(input_ids.shape)}")
+        return self.embed_tokens(input_ids)
+
+    def _cache(self, given: Any, use_cache: bool | None, turns: int, batch: int) -> Any:
+        """The cache of a call: the one given, a new one, or None."""
+        if self._recomputes() and (given is not None or use_cache):
+            raise ValueError(
+                "use_cache: expected no cache with gradient checkpointing, which computes the keys "
+                "a second time"
+            )
+        check_cache(given)
+        if use_cache is None:
+            use_cache = given is not None or (self.config.use_cache and not self.training)
+        if not use_cache:
+            return None
+        cache = OuroCache(self.config.num_hidden_layers) if given is None else given
+        cache.bind(self.config.num_hidden_layers, turns, batch)
+        return cache
+
+    def _recomputes(self) -> bool:
+        return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
 
-def _turns_to_run(config: OuroConfig, turns: int | None, exit_at_step: int | None) -> int:
-    """How many turns a call executes at most."""
-    turns = config.total_ut_steps if turns is None else turns
-    check_integer("turns", turns, 1)
-    step = config.early_exit_step if exit_at_step is None else exit_at_step
-    if step is None:
-        return turns
-    check_integer("exit_at_step", step, 0)
-    if step >= turns:
-        raise ValueError(f"exit_at_step: expected less than turns={turns}, got {step}")
-    return step + 1
-
-
-def _threshold(
-    config: OuroConfig, exit_threshold: float | None, exit_at_step: int | None
-) -> float | None:
-    """The exit probability that counts; None where the last turn's state is taken anyway."""
-    given = config.early_exit_threshold if exit_threshold is None else exit_threshold
-    if given is None or exit_at_step is not None or config.early_exit_step is not None:
-        return None
-    if not 0.0 < given <= 1.0:
-        raise ValueError(f"exit_threshold: expected a number in (0, 1], got {given!r}")
-    return given if given < 1.0 else None
-
-
-def _tolerance(config: OuroConfig, tol: float | None) -> float | None:
-    tol = config.convergence_tol if tol is None else tol
-    if tol is not None and not tol > 0.0:
-        raise ValueError(f"tol: expected a positive number, got {tol!r}")
-    return tol
+def check_arguments(kwargs: dict[str, Any]) -> None:
+    """Raises TypeError, ValueError for arguments of a call that have no meaning here."""
+    if unknown := sorted(set(kwargs) - _PASSED_ALONG):
+        raise TypeError(f"Ouro: unknown arguments {unknown}")
+    if kwargs.get("output_attentions"):
+        raise ValueError("output_attentions: expected False; the kernels keep no weights")

@@ -28,7 +28,8 @@ class Rotary:
         elif rope["rope_type"] in ("linear", "yarn", "llama3"):
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+            with torch.device("cpu"):
+                frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
             self.frequencies = frequencies.double()
         else:
             raise ValueError(
@@ -42,9 +43,12 @@ class Rotary:
         fp32."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         key = positions.device, wide
-        if key not in self._on:
-            self._on[key] = self.frequencies.to(*key)
+        frequencies = self._on.get(key)
+        if frequencies is None:
+            frequencies = self.frequencies.to(*key)
+            if type(frequencies) is Tensor:  # not what torch.export traces with
+                self._on[key] = frequencies
         with torch.autocast(positions.device.type, enabled=False):
-            angles = positions.unsqueeze(-1).to(wide) * self._on[key]
+            angles = positions.unsqueeze(-1).to(wide) * frequencies
             angles = torch.cat((angles, angles), -1)
             return angles.cos() * self.scale, angles.sin() * self.scale
