@@ -2,9 +2,10 @@
 
     python benchmarks/host_cost.py [--layers 24]
 
-Milliseconds a turn of Llama layers (Hugging Face's code) and of the benchmark's own sandwich
-layers, d 16, 4 tokens, one CPU thread: what the host needs before a GPU gets its work. Where the
-GPU needs less, the turn is bound by the host; `GraphedBlock` is for that.
+Milliseconds a turn of Llama layers (Hugging Face's code), of the benchmark's own sandwich layers
+and of the native Ouro model (the same layers, written on the ops), d 16, 4 tokens, one CPU thread:
+what the host needs before a GPU gets its work. Where the GPU needs less, the turn is bound by the
+host; `GraphedBlock` is for that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from blocks import SandwichLayer, stack
 from torch import Tensor, nn
 from ways import commit
 
-from stars_fast import fused_jsrr
+from stars_fast import fused_jsrr, looped_block
 
 
 class LlamaTurn(nn.Module):
@@ -39,6 +40,14 @@ class LlamaTurn(nn.Module):
         for layer in self.layers:
             h = layer(h, position_embeddings=tables)
         return h
+
+
+def ouro_turn(layers: int) -> nn.Module:
+    from stars_fast.models.ouro import OuroConfig, OuroModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    config = OuroConfig(num_hidden_layers=layers, vocab_size=8, **sizes)
+    return looped_block(OuroModel(config).eval())
 
 
 def best(run: Callable[[], object], repeats: int = 15) -> float:
@@ -63,6 +72,7 @@ def main() -> None:
     print("|---|---|---|---|---|")
     blocks = {"Llama": LlamaTurn(options.layers)}
     blocks["sandwich"] = stack(SandwichLayer, options.layers, 16, 2, 32)
+    blocks["native Ouro"] = ouro_turn(options.layers)
     for name, block in blocks.items():
         cells = [
             best(lambda b=block: b(h)),
