@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,9 @@ from torch.torch_version import TorchVersion
 
 from stars_fast.checks import check_integer
 from stars_fast.ops.arguments import check_stack
-from stars_fast.ops.precision import no_autocast, widen
+from stars_fast.ops.precision import widen
 
-_CHUNK_BYTES = 256 * 2**20  # of logits in the dtype of the statistics
+_CHUNK_BYTES = 512 * 2**20  # of a chunk's logits and their log-softmax, in the statistics' dtype
 _TILE = 64
 _BLOCK = 4096  # rows of W_bar that are converted at a time
 _LIGER = "0.8.2"  # before it, the gradient of unreduced losses took the first token's for all
@@ -48,41 +49,49 @@ def supervised_positions(labels: Tensor, ignore_index: int = -100) -> Tensor:
 
 
 def chunk_rows(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Tokens whose logits are computed at a time: the fewest chunks whose logits, in `dtype`, stay
-    within 256 MiB, all of about one size, a multiple of 64 where more than one is needed."""
-    most = max(_CHUNK_BYTES // (vocabulary * dtype.itemsize), 1)
+    """Tokens whose logits are computed at a time: the fewest chunks that stay within 512 MiB, two
+    [chunk, vocabulary] in `dtype` counted, or else single tokens. If one chunk does not hold all
+    tokens, they are shared out evenly, rounded up to a multiple of 64 where 64 fit."""
+    most = max(_CHUNK_BYTES // (2 * vocabulary * dtype.itemsize), 1)
     if tokens <= most:
         return max(tokens, 1)
-    most = max(most // _TILE * _TILE, 1)
-    even = -(-tokens // -(-tokens // most))
-    return min(most, -(-even // _TILE) * _TILE)
+    tile = _TILE if most >= _TILE else 1
+    even = -(-tokens // -(-tokens // (most // tile * tile)))
+    return -(-even // tile) * tile
 
 
-def mean_divisor(
-    op: str, count: Tensor | float | None, tokens: int, dtype: torch.dtype
-) -> Tensor | float:
-    """What the sum over `tokens` supervised tokens is divided by, a tensor `count` as `dtype`.
+def averaged(op: str, total: Tensor, tokens: int, count: Tensor | float | None) -> Tensor:
+    """`total`, a sum over `tokens` supervised tokens, divided by `count`, by default by `tokens`.
 
     Raises:
-        ValueError: `count` is not one positive number without gradient. A tensor's value is not
-            looked at.
+        TypeError: `count` is neither a number nor a tensor.
+        ValueError: `count` is not one positive number without gradient, on total's device or the
+            CPU. A tensor's value is not looked at.
     """
-    if count is None or tokens == 0:  # the sum of nothing is 0, whatever the count
-        return max(tokens, 1)
     if isinstance(count, Tensor):
         if count.numel() != 1 or count.requires_grad:
             raise ValueError(
                 f"{op}: count must be one number without gradient, got shape {list(count.shape)}, "
                 f"requires_grad={count.requires_grad}"
             )
-        return count.reshape(()).to(dtype)
+        if count.device not in (total.device, torch.device("cpu")):
+            raise ValueError(
+                f"{op}: count must be on {total.device} or the CPU, got {count.device}"
+            )
+    elif count is not None and not isinstance(count, Real):
+        raise TypeError(f"{op}: count must be a number or a tensor, got {count!r}")
+    if count is None or tokens == 0:  # the sum of nothing is 0, whatever the count
+        return total / max(tokens, 1)
+    if isinstance(count, Tensor):
+        return total / count.reshape(()).to(total.dtype)
     if not count > 0:
         raise ValueError(f"{op}: count must be positive, got {count!r}")
-    return count
+    return total / count
 
 
 def _add_product(total: Tensor, g: Tensor, x: Tensor) -> None:
-    """total [V, D] += g^T x, for g [C, V] and x [C, D], summed in total's dtype."""
+    """total [V, D] += g^T x, for g [C, V] and x [C, D], summed in total's dtype. Where no product
+    of 16-bit factors can do that, x and 4,096 columns of g at a time are copied to it."""
     if g.dtype == total.dtype:
         total.addmm_(g.t(), x)
     elif _mixed_products(total.device):
@@ -110,6 +119,33 @@ def _scaled(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def _add_chunk(
+    x: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    nll: Tensor,
+    x_bar: Tensor | None,
+    head_bar: Tensor | None,
+) -> None:
+    """Write a chunk's nll [C] and x_bar [C, D], add to head_bar [V, D]. At most two [C, V] in nll's
+    dtype are held, so `g` has one name through all that it becomes: log p, g, g in x's dtype."""
+    labels = labels.unsqueeze(1)
+    g = torch.log_softmax((x @ head.t()).to(nll.dtype), -1)
+    label_log_p = g.gather(1, labels)
+    nll.copy_(-label_log_p.squeeze(1))
+    if x_bar is None and head_bar is None:
+        return
+    g.exp_().scatter_(1, labels, label_log_p.expm1_())
+    if weights is not None:
+        g.mul_(weights.to(g.dtype).unsqueeze(1))
+    g = g.to(x.dtype)
+    if x_bar is not None:
+        x_bar.copy_(g @ head)
+    if head_bar is not None:
+        _add_product(head_bar, g, x)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -118,45 +154,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         labels: Tensor,
         weights: Tensor | None,
-        divisor: Tensor | float,
         chunk: int,
         dtype: torch.dtype,
         grads: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor]:
-        """rows [N, D], labels and weights [N] -> loss, nll [N]. Products run in `dtype`; `grads`
-        says which of rows, weight and weights want a gradient."""
+        """rows [N, D], labels and weights [N] -> summed loss, nll [N]. Products run in `dtype`;
+        `grads` says which of rows, weight and weights want a gradient."""
         wide = torch.promote_types(dtype, torch.float32)
         rows_bar = torch.empty_like(rows) if grads[0] else None
         weight_bar = torch.zeros_like(weight, dtype=wide) if grads[1] else None
         nll = torch.empty(len(rows), dtype=wide, device=rows.device)
-        with no_autocast(rows):
-            head = weight.to(dtype)
-            for start in range(0, len(rows), chunk):
-                part = slice(start, start + chunk)
-                x, y = rows[part].to(dtype), labels[part].unsqueeze(1)
-                logits = x @ head.t()
-                log_p = torch.log_softmax(logits, -1, dtype=wide)
-                label_log_p = log_p.gather(1, y)
-                nll[part] = -label_log_p.squeeze(1)
-                if rows_bar is None and weight_bar is None:
-                    continue
-                g = log_p.exp_().scatter_(1, y, label_log_p.expm1_())
-                if weights is not None:
-                    g.mul_(weights[part].to(wide).unsqueeze(1))
-                if dtype != wide:
-                    g = logits.copy_(g)
-                if rows_bar is not None:
-                    rows_bar[part] = g @ head
-                if weight_bar is not None:
-                    _add_product(weight_bar, g, x)
-                del logits, log_p, g  # before the next chunk's
-        total = (nll if weights is None else nll * weights.to(wide)).sum()
-        on_device = divisor if isinstance(divisor, Tensor) else None
-        ctx.save_for_backward(rows_bar, weight_bar, nll if grads[2] else None, on_device)
-        ctx.divisor = None if on_device is not None else divisor
+        head = weight.to(dtype)
+        for start in range(0, len(rows), chunk):
+            part = slice(start, start + chunk)
+            _add_chunk(
+                rows[part].to(dtype),
+                head,
+                labels[part],
+                None if weights is None else weights[part],
+                nll[part],
+                None if rows_bar is None else rows_bar[part],
+                weight_bar,
+            )
+        ctx.save_for_backward(rows_bar, weight_bar, nll if grads[2] else None)
         ctx.dtypes = rows.dtype, weight.dtype, None if weights is None else weights.dtype
         ctx.mark_non_differentiable(nll)
-        return total / divisor, nll
+        return (nll if weights is None else nll * weights.to(wide)).sum(), nll
 
     @staticmethod
     def backward(ctx: Any, loss_bar: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -166,13 +189,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "linear_cross_entropy: expected a first derivative, got create_graph=True: the "
                 "gradient is worked out in the forward pass and can't be differentiated again"
             )
-        *unscaled, divisor = ctx.saved_tensors
-        scale = loss_bar / (ctx.divisor if divisor is None else divisor)
         rows_bar, weight_bar, weights_bar = (
-            None if x is None else _scaled(x, scale, dtype)
-            for x, dtype in zip(unscaled, ctx.dtypes, strict=True)
+            None if x is None else _scaled(x, loss_bar, dtype)
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return rows_bar, weight_bar, None, weights_bar, None, None, None, None
+        return rows_bar, weight_bar, None, weights_bar, None, None, None
 
 
 def linear_cross_entropy(
@@ -188,14 +209,21 @@ def linear_cross_entropy(
     supervised: Tensor | None = None,
     backend: str | None = None,
 ) -> TokenLoss:
-    """Cross entropy of the logits `hidden @ weight.T`, computed at supervised positions only, some
-    hundred tokens at a time. There is never a tensor of [tokens, V].
+    """Cross entropy of the logits `hidden @ weight.T`, computed at supervised positions only, a
+    chunk of tokens at a time.
 
-    Memory besides the results: one chunk's logits in the products' dtype and once more in fp32, and
-    one fp32 [V, D] where weight's gradient is wanted, which is cast once. Products run in the dtype
-    of `hidden` and `weight`, under torch.autocast in autocast's (never less than fp64 for fp64);
-    softmax and sums in fp32 (fp64 for fp64). The gradient is worked out in the forward pass, unless
-    nothing requires one or gradients are off; it can't be differentiated again.
+    Products run in the dtype of `hidden` and `weight`, under torch.autocast in autocast's (never
+    less than fp64 for fp64); softmax and sums in fp32 (fp64 for fp64). The gradient is worked out
+    in the forward pass, unless nothing requires one or gradients are off.
+
+    Memory of the forward pass: a chunk's logits twice in fp32 (fp64 for fp64), by default within
+    512 MiB; a copy of the supervised rows, unless all are (`ignore_index=None`); under autocast a
+    copy of `weight` in autocast's dtype; and where 16-bit products can't be summed in fp32 (all but
+    NVIDIA since Ampere) a chunk's rows in fp32. Kept for the backward pass, if wanted: the
+    supervised rows' gradient in hidden's dtype, and weight's in fp32 (fp64 for fp64), of which the
+    results are scaled copies.
+
+    Second derivatives and the transforms of torch.func (grad, vmap, jvp) are not supported.
 
     Args:
         hidden: [..., D], floating point. Rows that are not supervised are never read, nor get
@@ -208,11 +236,12 @@ def linear_cross_entropy(
         ignore_index: the label of positions that are not supervised. None: all are, and no row is
             copied.
         reduction: "mean" divides the sum by the count, "sum" does not.
-        count: what "mean" divides by, a number or a tensor of one element (which may lie on the
-            device): the number of supervised tokens of a whole window of micro-batches and ranks.
-            By default that of this call. Not the sum of `weights`.
-        chunk: tokens whose logits are computed at a time; by default as many as keep them within
-            256 MiB of fp32 (`chunk_rows`).
+        count: what "mean" divides by, a positive number or a tensor of one element, on hidden's
+            device or the CPU: the number of supervised tokens of a whole window of micro-batches
+            and ranks. By default that of this call. Not the sum of `weights`. A tensor's value is
+            not checked, as a device would have to be waited for: if it is 0 while a token is
+            supervised, loss and gradients are not finite.
+        chunk: tokens whose logits are computed at a time; by default what `chunk_rows` says.
         supervised: [N] int64 on hidden's device, the supervised places in the flattened labels,
             each once, as `supervised_positions` finds them; `ignore_index` is not looked at.
             Without it a CUDA pass waits once to learn N.
@@ -225,15 +254,26 @@ def linear_cross_entropy(
         gradient.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong dtype, shape, device or value, named.
-        RuntimeError: in the backward pass, when it is asked for a graph (create_graph=True).
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, device or value, named.
+        RuntimeError: in the backward pass, when it is asked for a graph (create_graph=True); under
+            a transform of torch.func.
         ImportError: Liger-Kernel is asked for and absent or too old.
     """
     op = "linear_cross_entropy"
-    _check(hidden, weight, labels, weights, supervised)
-    dtype = _product_dtype(hidden, weight)
-    if backend not in (None, "torch", "liger"):
-        raise ValueError(f"{op}: backend must be 'torch', 'liger' or None, got {backend!r}")
+    check_head(op, "hidden", hidden, weight, labels)
+    if weights is not None:
+        check_tensor(op, "weights", weights, labels.device)
+        check_stack(op, "weights", weights, dual=False)
+        if weights.shape != labels.shape:
+            raise ValueError(
+                f"{op}: weights must have shape {list(labels.shape)}, got {list(weights.shape)}"
+            )
+    if supervised is not None:
+        check_supervised(op, supervised, labels)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{op}: reduction must be 'mean' or 'sum', got {reduction!r}")
+    if reduction == "sum" and count is not None:
+        raise ValueError(f"{op}: count must be None with reduction='sum', got {count!r}")
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     scales = None if weights is None else weights.reshape(-1)
     positions = supervised
@@ -242,43 +282,61 @@ def linear_cross_entropy(
     if positions is not None:
         rows, targets = rows.index_select(0, positions), targets.index_select(0, positions)
         scales = None if scales is None else scales.index_select(0, positions)
-    _check_range(f"{op}: labels at supervised positions", targets, len(weight))
-    wide = torch.promote_types(dtype, torch.float32)
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"{op}: reduction must be 'mean' or 'sum', got {reduction!r}")
-    if reduction == "sum" and count is not None:
-        raise ValueError(f"{op}: count must be None with reduction='sum', got {count!r}")
-    divisor = mean_divisor(op, count, len(rows), wide) if reduction == "mean" else 1
-    if backend == "liger" and len(rows):
-        loss, nll = _liger(rows, weight, targets, scales, divisor)
-    else:
-        if chunk is None:
-            chunk = chunk_rows(len(rows), len(weight), wide)
-        check_integer(f"{op}: chunk", chunk, 1)
-        wanted = (x is not None and x.requires_grad for x in (rows, weight, scales))
-        grads = tuple(torch.is_grad_enabled() and want for want in wanted)
-        loss, nll = _LinearCrossEntropy.apply(
-            rows, weight, targets, scales, divisor, chunk, dtype, grads
-        )
+    loss, nll = summed_loss(op, "hidden", rows, weight, targets, scales, chunk, backend)
+    if reduction == "mean":
+        loss = averaged(op, loss, len(rows), count)
     if positions is not None:
         nll = nll.new_zeros(labels.numel()).index_copy(0, positions, nll)
     return TokenLoss(loss, nll.view(labels.shape))
 
 
-def _check(
-    hidden: Tensor,
+def summed_loss(
+    op: str,
+    name: str,
+    rows: Tensor,
     weight: Tensor,
     labels: Tensor,
     weights: Tensor | None,
-    supervised: Tensor | None,
-) -> None:
-    op = "linear_cross_entropy"
-    check_stack(op, "hidden", hidden, dual=False)
+    chunk: int | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """The sum of the weighted losses, and nll [N], of rows [N, D] that are all supervised. The
+    arguments are those of `linear_cross_entropy`; in errors `op` raises and the rows are `name`."""
+    if backend not in (None, "torch", "liger"):
+        raise ValueError(f"{op}: backend must be 'torch', 'liger' or None, got {backend!r}")
+    dtype = _product_dtype(op, name, rows, weight)
+    _check_range(f"{op}: labels at supervised positions", labels, len(weight))
+    if backend == "liger" and len(rows):
+        return _liger(op, name, rows, weight, labels, weights)
+    if chunk is None:
+        chunk = chunk_rows(len(rows), len(weight), torch.promote_types(dtype, torch.float32))
+    check_integer(f"{op}: chunk", chunk, 1)
+    wanted = (x is not None and x.requires_grad for x in (rows, weight, weights))
+    grads = tuple(torch.is_grad_enabled() and want for want in wanted)
+    return _LinearCrossEntropy.apply(rows, weight, labels, weights, chunk, dtype, grads)
+
+
+def check_tensor(op: str, name: str, x: Tensor, device: torch.device | None = None) -> None:
+    """Raise TypeError unless `x` is a tensor, ValueError unless on `device`, where one is given."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
+
+
+def check_head(op: str, name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
+    """Raise TypeError or ValueError unless `weight` is [V, D] and `labels` [...] int64 for `hidden`
+    [..., D], which the errors call `name`."""
+    check_tensor(op, name, hidden)
+    check_tensor(op, "weight", weight, hidden.device)
+    check_tensor(op, "labels", labels, hidden.device)
+    check_stack(op, name, hidden, dual=False)
     check_stack(op, "weight", weight, dual=False)
-    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+    fits = hidden.dim() > 0 and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
+    if not fits or weight.numel() == 0:
         raise ValueError(
-            f"{op}: weight must be [V, D] for hidden [..., D], got {list(weight.shape)} for "
-            f"{list(hidden.shape)}"
+            f"{op}: weight must be [V, D] for {name} [..., D], with V, D >= 1, got "
+            f"{list(weight.shape)} for {list(hidden.shape)}"
         )
     if labels.dtype != torch.int64:
         raise TypeError(f"{op}: labels must be int64, got {labels.dtype}")
@@ -286,34 +344,22 @@ def _check(
         raise ValueError(
             f"{op}: labels must have shape {list(hidden.shape[:-1])}, got {list(labels.shape)}"
         )
-    if weights is not None:
-        check_stack(op, "weights", weights, dual=False)
-        if weights.shape != labels.shape:
-            raise ValueError(
-                f"{op}: weights must have shape {list(labels.shape)}, got {list(weights.shape)}"
-            )
-    for name, tensor in {"weight": weight, "labels": labels, "weights": weights}.items():
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{op}: {name} must be on {hidden.device}, got {tensor.device}")
-    if supervised is not None:
-        check_supervised(op, supervised, labels)
 
 
 def check_supervised(op: str, supervised: Tensor, labels: Tensor) -> None:
     """Raise unless `supervised` is [N] int64 on the labels' device, places in them flattened.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: not a tensor, or another dtype.
         ValueError: another shape or device, or (on the CPU) a place that does not exist.
     """
+    check_tensor(op, "supervised", supervised, labels.device)
     if supervised.dtype != torch.int64:
         raise TypeError(f"{op}: supervised must be int64, got {supervised.dtype}")
     if supervised.dim() != 1 or len(supervised) > labels.numel():
         raise ValueError(
             f"{op}: supervised must be [N] with N <= {labels.numel()}, got {list(supervised.shape)}"
         )
-    if supervised.device != labels.device:
-        raise ValueError(f"{op}: supervised must be on {labels.device}, got {supervised.device}")
     _check_range(f"{op}: supervised", supervised, labels.numel())
 
 
@@ -327,26 +373,24 @@ def _check_range(name: str, values: Tensor, bound: int) -> None:
         raise ValueError(f"{name} must be in [0, {bound}), got {low} to {high}")
 
 
-def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def _product_dtype(op: str, name: str, hidden: Tensor, weight: Tensor) -> torch.dtype:
     """The dtype that F.linear would compute in."""
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise TypeError(
-            f"linear_cross_entropy: weight must have hidden's dtype {hidden.dtype}, got "
-            f"{weight.dtype}"
+            f"{op}: weight must have the dtype of {name}, {hidden.dtype}, got {weight.dtype}"
         )
     return hidden.dtype
 
 
 def _liger(
-    rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None, divisor: Tensor | float
+    op: str, name: str, rows: Tensor, weight: Tensor, labels: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """loss and nll [N] by Liger-Kernel."""
-    op = "linear_cross_entropy"
+    """Summed loss and nll [N] by Liger-Kernel."""
     if not rows.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"{op}: backend='liger' needs hidden on CUDA, got {rows.device}")
+        raise ValueError(f"{op}: backend='liger' needs {name} on CUDA, got {rows.device}")
     try:
         found = version("liger-kernel")
         functional = import_module("liger_kernel.transformers.functional")
@@ -363,5 +407,4 @@ def _liger(
     nll = functional.liger_fused_linear_cross_entropy(
         rows, weight, labels, reduction="none", accum_dtype=torch.float32
     )
-    total = (nll if weights is None else nll * weights.to(nll.dtype)).sum()
-    return total / divisor, nll.detach()
+    return (nll if weights is None else nll * weights.to(nll.dtype)).sum(), nll.detach()

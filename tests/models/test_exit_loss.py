@@ -1,10 +1,13 @@
 """Ouro's exit objective against the sum over turns written out."""
 
+import gc
+
 import pytest
 import torch
 import torch.nn.functional as F
 from dual_reference import randn, relative_error
 
+from stars_fast.models.ouro import exit_loss as module
 from stars_fast.models.ouro.exit_loss import exit_distribution, exit_weighted_loss
 
 FP64 = 1e-12
@@ -151,11 +154,26 @@ def test_nothing_supervised(count):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
+def test_one_copy_of_the_supervised_rows_is_there_during_the_pass(monkeypatch):
+    states, gates, weight, labels = case(turns=3, width=37)
+    count, seen = int((labels != -100).sum()), []
+    original = module.summed_loss
+
+    def watched(*args):
+        shapes = [x.shape for x in gc.get_objects() if type(x) is torch.Tensor]
+        seen.append((shapes.count((count, 37)), shapes.count((3 * count, 37))))
+        return original(*args)
+
+    monkeypatch.setattr(module, "summed_loss", watched)
+    exit_weighted_loss(states, gates, weight, labels)
+    assert seen == [(0, 1)]
+
+
 def test_arguments_that_do_not_fit_are_named():
     states, gates, weight, labels = case()
     with pytest.raises(ValueError, match=r"gates must be \[3, 2, 7\] for 3 states"):
         exit_weighted_loss(states[:3], gates, weight, labels)
-    with pytest.raises(ValueError, match=r"gates must be \[0, 2, 7\] for 0 states"):
+    with pytest.raises(ValueError, match="states must be a tensor a turn, one at least, got none"):
         exit_weighted_loss([], gates, weight, labels)
     with pytest.raises(ValueError, match=r"states\[1\] must be \[2, 7, 5\], got \[2, 6, 5\]"):
         exit_weighted_loss([states[0], states[1][:, :6], *states[2:]], gates, weight, labels)
@@ -169,3 +187,28 @@ def test_arguments_that_do_not_fit_are_named():
         exit_weighted_loss(states, gates, weight, labels, supervised=torch.tensor([14]))
     with pytest.raises(ValueError, match="exit_weighted_loss: count must be positive, got -1"):
         exit_weighted_loss(states, gates, weight, labels, count=-1)
+    head = (states, gates, weight, labels)
+    for place, name in enumerate((r"states\[0\]", "gates", "weight", "labels")):
+        arguments = [*head[:place], [[1.0]], *head[place + 1 :]]
+        with pytest.raises(TypeError, match=f"exit_weighted_loss: {name} must be a tensor, got "):
+            exit_weighted_loss(*arguments)
+    named = [
+        (TypeError, "labels must be int64", (*head[:3], labels.int()), {}),
+        (ValueError, r"labels must have shape \[2, 7\]", (*head[:3], labels[0]), {}),
+        (ValueError, r"weight must be .* for states\[0\]", (*head[:2], weight.t(), labels), {}),
+        (
+            TypeError,
+            "weight must have the dtype of states",
+            (*head[:2], weight.float(), labels),
+            {},
+        ),
+        (ValueError, "gates must be on cpu, got meta", (states, gates.to("meta"), *head[2:]), {}),
+        (ValueError, r"labels at .* must be in \[0, 11\)", (*head[:3], labels + 11), {}),
+        (ValueError, "chunk must be an integer >= 1, got 0", head, {"chunk": 0}),
+        (ValueError, "backend must be 'torch', 'liger' or None", head, {"backend": "cuda"}),
+        (TypeError, "supervised must be a tensor, got list", head, {"supervised": [1]}),
+        (TypeError, "count must be a number or a tensor, got '3'", head, {"count": "3"}),
+    ]
+    for error, message, arguments, options in named:
+        with pytest.raises(error, match=f"exit_weighted_loss: {message}"):
+            exit_weighted_loss(*arguments, **options)

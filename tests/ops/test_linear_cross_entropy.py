@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dual_reference import randn, relative_error
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stars_fast.ops import linear_cross_entropy as module
 from stars_fast.ops.linear_cross_entropy import (
@@ -178,6 +180,13 @@ def test_nothing_supervised(count, ignore_index):
         assert torch.equal(grad, torch.zeros_like(leaf))
 
 
+def test_a_count_of_0_on_a_device_is_not_looked_at():
+    hidden, weight, labels = case(2, 3, ignored=0.0)
+    loss = linear_cross_entropy(hidden, weight, labels, count=torch.tensor(0)).loss
+    assert not loss.isfinite()
+    assert not torch.autograd.grad(loss, hidden)[0].isfinite().any()
+
+
 def test_weight_tied_to_the_embedding():
     _, weight, labels = case(2, 9)
     tokens = torch.randint(0, 13, (2, 9))
@@ -262,19 +271,29 @@ def test_fp64_stays_fp64_under_autocast():
 
 
 class Allocations(TorchDispatchMode):
-    """The largest number of elements of any tensor, and the products, made inside."""
+    """Of the tensors made inside: the largest number of elements, and the most bytes held at a
+    time. And the number of products."""
 
     def __init__(self):
         super().__init__()
-        self.largest, self.products = 0, 0
+        self.largest, self.peak, self.products = 0, 0, 0
+        self.held = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.note((args, kwargs), own=False)
         out = func(*args, **(kwargs or {}))
         self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                self.largest = max(self.largest, x.numel())
+        self.note(out, own=True)
         return out
+
+    def note(self, tree, own):
+        for x in tree_leaves(tree):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.held.setdefault(StorageWeakRef(storage), own * storage.nbytes())
+                self.largest = max(self.largest, own * x.numel())
+        self.held = {ref: size for ref, size in self.held.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.held.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -287,6 +306,30 @@ def test_no_tensor_of_tokens_times_vocabulary(dtype):
     with Allocations() as all_at_once:
         plain(hidden, weight, labels)[0].backward()
     assert all_at_once.largest == tokens * vocab
+
+
+@pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("name", [*DTYPES, "fp64", "autocast"])
+def test_memory_is_what_is_promised(name, grads, monkeypatch):
+    tokens, vocab, width, chunk = 160, 1024, 80, 64
+    dtype = {**DTYPES, "fp64": torch.float64, "autocast": torch.float32}[name]
+    hidden, weight, labels = case(tokens, vocab=vocab, width=width, dtype=dtype, ignored=0.0)
+    wide = 8 if name == "fp64" else 4
+    logits = 2 * chunk * vocab * wide
+    monkeypatch.setattr(module, "_CHUNK_BYTES", logits)
+    kept = hidden.nbytes * grads[0] + weight.numel() * wide * grads[1]
+    cast = vocab * width * 2 if name == "autocast" else 0
+    small = 3 * chunk * width * wide + 6 * tokens * 8  # a chunk's rows and products; labels, nll
+    hidden.requires_grad_(grads[0])
+    weight.requires_grad_(grads[1])
+    positions = torch.arange(tokens)
+    enabled = name == "autocast"
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), Allocations() as seen:
+        loss = linear_cross_entropy(hidden, weight, labels, supervised=positions).loss
+    promised = logits + hidden.nbytes + kept + cast
+    assert promised <= seen.peak <= promised + small
+    seen.note(loss, own=False)
+    assert kept <= sum(seen.held.values()) <= kept + 6 * tokens * 8
 
 
 @pytest.mark.parametrize(
@@ -315,13 +358,29 @@ def test_chunks_stay_within_their_bytes():
     assert chunk_rows(1000, 49152, torch.float32) == 1000
     assert chunk_rows(4096, 49152, torch.float32) == 1024
     assert chunk_rows(10, 2**30, torch.float32) == 1
+    assert chunk_rows(100, 2**21, torch.float32) == 25  # 32 would fit: four chunks
     for tokens in (1366, 5000, 100000):
         for vocab in (50257, 151936, 262144):
             for dtype in (torch.float32, torch.float64):
                 rows = chunk_rows(tokens, vocab, dtype)
-                assert rows * vocab * dtype.itemsize <= 256 * 2**20
+                assert 2 * rows * vocab * dtype.itemsize <= 512 * 2**20
                 fewest = -(-tokens * vocab * dtype.itemsize // (256 * 2**20))
                 assert -(-tokens // rows) <= 1.2 * fewest + 1
+
+
+def test_transforms_are_refused():
+    hidden, weight, labels = case(4)
+
+    def loss(hidden):
+        return linear_cross_entropy(hidden, weight, labels).loss
+
+    for run in (
+        lambda: torch.func.grad(loss)(hidden),
+        lambda: torch.func.vmap(loss)(hidden.expand(2, 4, 6)),
+        lambda: torch.func.jvp(loss, (hidden,), (hidden,)),
+    ):
+        with pytest.raises(RuntimeError):
+            run()
 
 
 def test_a_second_derivative_is_refused():
@@ -340,10 +399,17 @@ def test_arguments_that_do_not_fit_are_named():
 
     with raises(TypeError, match=r"hidden must be floating point, got torch\.int64"):
         run(hidden=hidden.long())
-    with raises(TypeError, match=r"weight must have hidden's dtype torch\.float64, got .*float32"):
+    with raises(TypeError, match=r"weight must have the dtype of hidden, .*64, got .*32"):
         run(weight=weight.float())
     with raises(ValueError, match=r"weight must be \[V, D\] .*, got \[6, 13\] for \[3, 5, 6\]"):
         run(weight=weight.t())
+    with raises(ValueError, match=r"V, D >= 1, got \[0, 6\] for \[3, 5, 6\]"):
+        run(weight=weight[:0])
+    with raises(ValueError, match=r"V, D >= 1, got \[13, 0\] for \[3, 5, 0\]"):
+        run(hidden=hidden[..., :0], weight=weight[:, :0])
+    for name in ("hidden", "weight", "labels", "weights", "supervised"):
+        with raises(TypeError, match=f"linear_cross_entropy: {name} must be a tensor, got list"):
+            run(**{name: [1.0]})
     with raises(TypeError, match=r"labels must be int64, got torch\.int32"):
         run(labels=labels.int())
     with raises(ValueError, match=r"labels must have shape \[3, 5\], got \[15\]"):
@@ -362,6 +428,13 @@ def test_arguments_that_do_not_fit_are_named():
         run(reduction="sum", count=3)
     with raises(ValueError, match="count must be positive, got 0"):
         run(count=0)
+    for count in ("3", [3]):
+        with raises(TypeError, match="count must be a number or a tensor, got .*3"):
+            run(count=count)
+        with raises(TypeError, match="count must be a number or a tensor, got .*3"):
+            run(labels=torch.full((3, 5), -100), count=count)
+    with raises(ValueError, match="count must be on cpu or the CPU, got meta"):
+        run(count=torch.ones((), device="meta"))
     with raises(ValueError, match=r"count must be one number without gradient, got shape \[2\]"):
         run(count=torch.ones(2))
     with raises(ValueError, match="chunk must be an integer >= 1, got 0"):
