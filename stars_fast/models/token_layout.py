@@ -6,10 +6,11 @@ Shapes: B batch, S tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class TokenLayout:
         positions: int64 [B or 1, S]. By default a token's index, less the pads before it and, in a
             packed row, from the start of its document.
         real: boolean [B, S], False on pads; None where all are real.
-        owner: int64 [S], the document of each token of a packed row; None for a plain batch.
+        owner: int64 [B or 1, S], the document of each token; None where a row is one document.
     """
 
     positions: Tensor
@@ -35,43 +36,28 @@ class TokenLayout:
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> TokenLayout:
-        """The layout of the tokens of `h`.
+        """The layout of the tokens of `h`; arguments and errors as `check_tokens`.
 
-        Args:
-            h: [B, S, D]; only its shape and device matter.
-            attention_mask: [B, S], boolean or 0/1, 1 for real tokens.
-            position_ids: [S], [1, S] or [B, S] integers, instead of the default positions.
-            cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = S: documents packed in one row
-                (B = 1).
-
-        Raises:
-            TypeError, ValueError: an argument of the wrong type or shape, named.
+        A token whose position is not above that of the one before it starts a document.
         """
-        if h.dim() != 3:
-            raise ValueError(f"h: expected shape [B, S, D], got {list(h.shape)}")
-        batch, length = h.shape[:2]
-        for name, given in (
-            ("attention_mask", attention_mask),
-            ("position_ids", position_ids),
-            ("cu_seqlens", cu_seqlens),
-        ):
-            if given is not None and not isinstance(given, Tensor):
-                raise TypeError(f"{name}: expected a tensor, got {type(given).__name__}")
-        real = None if attention_mask is None else _real(attention_mask, batch, length, h.device)
+        check_tokens(h, attention_mask, position_ids, cu_seqlens)
+        length = h.shape[1]
+        real = None if attention_mask is None else (attention_mask != 0).to(h.device)
         positions = torch.arange(length, device=h.device).unsqueeze(0)
         owner = None
         if cu_seqlens is not None:
-            if real is not None:
-                raise ValueError(
-                    "attention_mask: expected None when cu_seqlens is given, got a tensor"
-                )
-            bounds = _bounds(cu_seqlens, batch, length).to(h.device)
-            owner = torch.searchsorted(bounds[1:].contiguous(), positions[0], right=True)
+            bounds = cu_seqlens.long().to(h.device)
+            owner = torch.searchsorted(bounds[1:].contiguous(), positions, right=True)
             positions = positions - bounds[owner]
+        elif position_ids is not None:
+            given = position_ids.view(-1, length).long()
+            positions = given.to(h.device)
+            if real is None:
+                starts = F.pad(given[:, 1:] <= given[:, :-1], (1, 0))
+                if not _host_knows(starts) or starts.any():
+                    owner = starts.cumsum(1).to(h.device)
         elif real is not None:
             positions = (real.cumsum(1) - 1).clamp_min(0)
-        if position_ids is not None:
-            positions = _positions(position_ids, batch, length).to(h.device)
         return cls(positions, real, owner)
 
     def visible(self, window: int | None = None) -> Tensor:
@@ -81,12 +67,11 @@ class TokenLayout:
         other token."""
         place = torch.arange(self.positions.shape[1], device=self.positions.device)
         distance = place[:, None] - place
-        sees = distance >= 0
+        sees = (distance >= 0).unsqueeze(0)
         if window is not None:
             sees = sees & (distance < window)
         if self.owner is not None:
-            sees = sees & (self.owner[:, None] == self.owner)
-        sees = sees.unsqueeze(0)
+            sees = sees & (self.owner.unsqueeze(2) == self.owner.unsqueeze(1))
         if self.real is not None:
             both = self.real.unsqueeze(2) & self.real.unsqueeze(1)
             sees = (sees & both) | (distance == 0)
@@ -103,55 +88,128 @@ class TokenLayout:
         Raises:
             ValueError: `what` can't be given a mask, and there are pads elsewhere or documents.
         """
+        takes = f"{what} takes no attention mask, so"
         if self.owner is not None:
-            raise ValueError(
-                f"cu_seqlens: {what} takes no attention mask, so that packed documents would see "
-                "each other; pass them as rows, padded on the right"
+            _require(
+                (self.owner == self.owner[:, :1]).all(),
+                f"position_ids: {takes} expected positions that rise along a row",
+                "packed documents",
             )
-        if self.real is None:
-            return
-        ordered = (self.real[:, 1:] <= self.real[:, :-1]).all()
-        expected = (
-            f"attention_mask: {what} takes no attention mask, so pads must stand right of the "
-            "real tokens, where causality hides them"
-        )
-        if ordered.device.type != "cpu":
-            torch._assert_async(ordered, expected)  # asking the device would make the host wait
-        elif not ordered:
-            raise ValueError(f"{expected}; got pads before or between them")
+        if self.real is not None:
+            _require(
+                (self.real[:, 1:] <= self.real[:, :-1]).all(),
+                f"attention_mask: {takes} expected pads right of the real tokens, where causality "
+                "hides them",
+                "pads before or between them",
+            )
 
 
-def _real(mask: Tensor, batch: int, length: int, device: Any) -> Tensor:
+def check_tokens(
+    h: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """Raise unless the arguments fit each other.
+
+    Args:
+        h: [B, S, D]; only its shape and device matter.
+        attention_mask: [B, S], boolean or 0/1, 1 for real tokens.
+        position_ids: [S], [1, S] or [B, S] integers. With a mask they rise from each real token to
+            the next to it.
+        cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = S: documents packed in one row
+            (B = 1). It goes with neither of the others.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or values, named. Values that
+            are on another device than the CPU are looked at there, and fail there.
+    """
+    if h.dim() != 3:
+        raise ValueError(f"h: expected shape [B, S, D], got {list(h.shape)}")
+    batch, length = h.shape[:2]
+    given = {"attention_mask": attention_mask, "position_ids": position_ids}
+    for name, value in {**given, "cu_seqlens": cu_seqlens}.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if cu_seqlens is not None:
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name}: expected None when cu_seqlens is given, got a tensor")
+        _check_bounds(cu_seqlens, batch, length)
+    if attention_mask is not None:
+        _check_mask(attention_mask, batch, length)
+    if position_ids is not None:
+        _check_positions(position_ids, batch, length)
+        if attention_mask is not None:
+            _check_rise(position_ids.view(-1, length), attention_mask)
+
+
+_HINT = "(where only a part of the rows is run, hand it over with the call)"
+
+
+def _check_mask(mask: Tensor, batch: int, length: int) -> None:
     if mask.shape != (batch, length):
         raise ValueError(
             f"attention_mask: expected shape [B, S] = {[batch, length]}, got {list(mask.shape)} "
-            "(where only a part of the rows is run, hand it over with the call)"
+            f"{_HINT}"
         )
-    return (mask != 0).to(device)
+    if mask.is_floating_point() and mask.device.type != "cpu":
+        # Likely one to add to logits, 0 where a key is seen; the host doesn't wait to find out.
+        raise TypeError(
+            f"attention_mask: expected booleans or integers on {mask.device.type}, got {mask.dtype}"
+        )
+    if mask.dtype != torch.bool:
+        _require(
+            ((mask == 0) | (mask == 1)).all(),
+            "attention_mask: expected 1 on real tokens and 0 on pads",
+            "other values",
+        )
 
 
-def _positions(positions: Tensor, batch: int, length: int) -> Tensor:
+def _check_positions(positions: Tensor, batch: int, length: int) -> None:
     if positions.is_floating_point() or positions.dtype == torch.bool:
         raise TypeError(f"position_ids: expected integers, got {positions.dtype}")
     if positions.shape not in ((length,), (1, length), (batch, length)):
         raise ValueError(
             f"position_ids: expected shape [S], [1, S] or [B, S] with [B, S] = "
-            f"{[batch, length]}, got {list(positions.shape)}"
+            f"{[batch, length]}, got {list(positions.shape)} {_HINT}"
         )
-    return positions.view(-1, length).long()
 
 
-def _bounds(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
+def _check_rise(positions: Tensor, mask: Tensor) -> None:
+    device = mask.device if positions.is_cpu else positions.device
+    positions, real = positions.to(device), mask.to(device) != 0
+    pads = ~(real[:, 1:] & real[:, :-1])
+    _require(
+        (pads | (positions[:, 1:] > positions[:, :-1])).all(),
+        "position_ids: expected positions that rise along a row when attention_mask is given",
+        "packed documents",
+    )
+
+
+def _check_bounds(cu_seqlens: Tensor, batch: int, length: int) -> None:
     if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
         raise TypeError(f"cu_seqlens: expected integers, got {cu_seqlens.dtype}")
     if batch != 1:
         raise ValueError(f"h: expected shape [1, total, D] with cu_seqlens, got {batch} rows")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
-    fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all()
-    expected = f"cu_seqlens: expected bounds that rise from 0 to total = {length}"
-    if cu_seqlens.device.type != "cpu":
-        torch._assert_async(fits, expected)
+    _require(
+        (cu_seqlens[0] == 0) & (cu_seqlens[-1] == length) & (cu_seqlens.diff() >= 0).all(),
+        f"cu_seqlens: expected bounds that rise from 0 to total = {length}",
+        cu_seqlens,
+    )
+
+
+def _require(fits: Tensor, message: str, got: Tensor | str) -> None:
+    """Raise ValueError unless `fits`; on a device, the device raises."""
+    if not _host_knows(fits):
+        torch._assert_async(fits, message)
     elif not fits:
-        raise ValueError(f"{expected}, got {cu_seqlens.tolist()}")
-    return cu_seqlens.long()
+        raise ValueError(f"{message}, got {got if isinstance(got, str) else got.tolist()}")
+
+
+def _host_knows(tensor: Tensor) -> bool:
+    """Whether the host can look at the values, with no device to wait for and no trace to break."""
+    traced = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    return tensor.is_cpu and type(tensor) is Tensor and not traced

@@ -5,11 +5,14 @@ import torch
 from dual_reference import FP64, KeepDouble, WrittenOutNorm, relative_error
 from stand_ins import OuroForCausalLM, RavenForCausalLM
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import explain, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
+from stars_fast.models.token_layout import TokenLayout, check_tokens
 
 B, S, D = 2, 6, 16
 
@@ -65,11 +68,19 @@ def transformers_model(name, attention="sdpa", **options):
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
     }[name]
     if name == "mistral":
         sizes["sliding_window"] = 3
     return perturb(make[1](make[0](**sizes, **options)))
+
+
+def llama_with(**changes):
+    model = transformers_model("llama")
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
 
 
 def ouro(**options):
@@ -209,6 +220,86 @@ def test_a_turn_of_our_own_ouro():
     assert set(dict(block.named_parameters())) == set(dict(looped_block(ouro()).named_parameters()))
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_window_counts_where_it_is_used(windowed):
+    h, options = state(B, S, D), {"use_sliding_window": windowed, "sliding_window": 3}
+    if windowed:
+        options["max_window_layers"] = 1
+    model = transformers_model("qwen2", **options)
+    out = model(inputs_embeds=h, output_hidden_states=True, use_cache=False)
+    got = looped_block(model, norm=True)(h)
+    torch.testing.assert_close(got, out.hidden_states[-1], rtol=1e-9, atol=1e-9)
+    # A config without layer_types, as in older files.
+    alike = looped_block(llama_with(**options))(h)
+    assert torch.equal(alike, looped_block(llama_with())(h)) == (not windowed)
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_positions_that_restart_are_packed_documents(name):
+    block, h = looped_block(MODELS[name]()), state(2, 7, D)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 0]])
+    packed = zip(h.unsqueeze(1), (documents(3, 4), documents(1, 5, 1)), strict=True)
+    rows = [block(row, cu_seqlens=cu) for row, cu in packed]
+    torch.testing.assert_close(block(h, position_ids=positions), torch.cat(rows))
+    one = block(h, position_ids=positions[0])
+    torch.testing.assert_close(one[:1], rows[0])
+    for rising in (torch.arange(7), torch.tensor([0, 1, 2, 5, 6, 7, 9])):
+        causal = block(h, position_ids=rising)[:, :3]
+        torch.testing.assert_close(causal, block(h)[:, :3])
+    last = block(h, position_ids=rising)[:, -1]
+    changed = block(h.index_fill(1, torch.tensor([4]), 1.0), position_ids=rising)[:, -1]
+    assert not torch.allclose(last, changed)
+
+
+def test_positions_are_read_as_transformers_reads_them():
+    model, h, real = transformers_model("llama"), state(B, S, D), mask("111111", "011110")
+    for given, positions in (
+        (None, torch.tensor([0, 1, 2, 0, 1, 2]).expand(B, S)),
+        (real, torch.tensor([[3, 4, 5, 6, 7, 8], [1, 0, 1, 4, 5, 1]])),
+    ):
+        out = model(
+            inputs_embeds=h,
+            attention_mask=given,
+            position_ids=positions,
+            output_hidden_states=True,
+            use_cache=False,
+        )
+        block = looped_block(model, attention_mask=given, position_ids=positions, norm=True)
+        got, seen = block(h), real.bool()
+        expected = out.hidden_states[-1]
+        torch.testing.assert_close(got[seen], expected[seen], rtol=1e-9, atol=1e-9)
+
+
+def test_positions_that_the_host_does_not_look_at(monkeypatch):
+    block, h = looped_block(transformers_model("llama")), state(B, S, D)
+    inputs = {"inputs": state(B, S, D, seed=8)}
+    core, shifted = looped_block(huginn()), torch.arange(S) + 1
+    restart = torch.tensor([0, 1, 2, 0, 1, 2])
+    assert TokenLayout.of(h, position_ids=shifted).is_causal()
+    expected = [block(h), block(h, position_ids=restart), core(h, position_ids=shifted, **inputs)]
+    monkeypatch.setattr("stars_fast.models.token_layout._host_knows", lambda tensor: False)
+    got = [
+        block(h, position_ids=torch.arange(S)),
+        block(h, position_ids=restart),
+        core(h, position_ids=shifted, **inputs),
+    ]
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(RuntimeError, match="position_ids: Huginn takes no attention mask"):
+        core(h, position_ids=restart, **inputs)
+    elsewhere = torch.empty(B, S, D, device="meta")
+    assert not TokenLayout.of(elsewhere, position_ids=torch.arange(S, device="meta")).is_causal()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("rows", [("000000", "111111"), ("001111", "110011")])
+def test_a_pad_sees_itself_alone_so_that_no_softmax_is_empty(rows, window):
+    real = mask(*rows).bool()
+    visible = TokenLayout.of(state(B, S, D), attention_mask=real).visible(window)[:, 0]
+    assert visible.any(-1).all()
+    assert torch.equal(visible[~real], torch.eye(S).bool().expand(B, S, S)[~real])
+    assert not (visible & ~real[:, None] & ~torch.eye(S).bool()).any()
+
+
 # -- the loss and its gradients
 
 
@@ -341,6 +432,75 @@ def test_the_context_is_kept_and_noticed_when_stale():
     fused_jsrr(block, h).backward()
 
 
+def set_rotary(model):
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", lambda model: model.set_attn_implementation("eager")),
+        ("mistral", lambda model: setattr(model.config, "sliding_window", 2)),
+        ("own-ouro", lambda model: setattr(model.config, "sliding_window", 2)),
+        ("llama", lambda model: model.model.rotary_emb.inv_freq.mul_(0.5)),
+        ("llama", set_rotary),
+        ("huginn", lambda model: model.freqs_cis.mul_(0.5)),
+    ],
+    ids=["attention", "window", "ouro-window", "rotary-in-place", "rotary-replaced", "huginn"],
+)
+def test_a_change_of_the_model_is_noticed(name, change):
+    model, h, real = MODELS[name](), state(B, S, D), mask("111111", "111100")
+    options = {"attention_mask": real} | (
+        {"inputs": state(B, S, D, seed=8)} if name in HUGINN else {}
+    )
+    block = looped_block(model, **options)
+    block(h)
+    change(model)
+    assert torch.equal(block(h), looped_block(model, **options)(h))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "own-ouro"])
+def test_nothing_is_kept_of_a_trace(name):
+    block, h = looped_block(MODELS[name]()), state(B, S, D)
+    expected = looped_block(MODELS[name]())(h)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        block(mode.from_tensor(h))
+    assert block._kept is None
+    assert torch.equal(block(h), expected)
+
+
+def test_a_traced_block_takes_masks_and_positions():
+    h, model = state(B, S, D), transformers_model("mistral")
+    for name, value in (
+        ("attention_mask", mask("111111", "111100")),
+        ("position_ids", torch.tensor([0, 1, 2, 0, 1, 2])),
+    ):
+        block = looped_block(model, **{name: value})
+        expected = looped_block(model, **{name: value})(h)
+        torch.testing.assert_close(make_fx(block)(h)(h), expected)
+        torch.testing.assert_close(block(h), expected)
+
+
+def test_a_context_from_inference_mode_is_not_trained_with():
+    block = looped_block(transformers_model("llama"), attention_mask=mask("111111", "111100"))
+    h = state(B, S, D)
+    with torch.inference_mode():
+        before = block(h)
+    assert block._kept is not None
+    fused_jsrr(block, h).backward()
+    assert torch.equal(block(h), before)
+
+
+def test_a_mask_from_inference_mode_is_read_at_every_call():
+    with torch.inference_mode():
+        real = mask("111111", "111100")
+    block, h = looped_block(transformers_model("llama"), attention_mask=real), state(B, S, D)
+    block(h)
+    with torch.inference_mode():
+        real.fill_(1)
+    torch.testing.assert_close(block(h), looped_block(transformers_model("llama"))(h))
+
+
 def test_what_runs_a_state_already_is_left_alone():
     class Mine(nn.Module):
         def __init__(self):
@@ -351,6 +511,15 @@ def test_what_runs_a_state_already_is_left_alone():
         def forward(self, h):
             return self.layers[0](h)
 
+    class Named(Mine):
+        """A map of states, whatever its argument is called."""
+
+        def forward(self, tokens):
+            return self.layers[0](tokens)
+
+    named = Named()
+    named.model, named.norm = None, nn.LayerNorm(4)
+    assert looped_block(named) is named
     for block in (Mine(), nn.Sequential(nn.Linear(4, 4)), torch.tanh, nn.Linear(4, 4)):
         assert looped_block(block) is block
     model = LoopedLM(LoopedConfig(8, 8, d_model=16, n_heads=2, d_ff=24))
@@ -367,30 +536,29 @@ def test_a_list_of_layers():
         assert len(list(block.parameters())) == 2
 
 
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+
 def test_wrapped_models_are_found():
     model, h = transformers_model("llama"), state(B, S, D)
     expected = looped_block(model)(h)
 
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *inputs, **kwargs):
-            return self.module(*inputs, **kwargs)
-
     assert torch.equal(looped_block(Wrapper(model))(h), expected)
     assert torch.equal(looped_block(torch.compile(model))(h), expected)
+    own = LoopedLM(LoopedConfig(8, 8, d_model=16, n_heads=2, d_ff=24))
+    for wrapped in (Wrapper(own), torch.compile(own), Wrapper(torch.compile(own))):
+        assert looped_block(wrapped) is own.block
+    plain = Wrapper(nn.Linear(4, 4))
+    assert looped_block(plain) is plain
 
 
 # -- errors
-
-
-def llama_with(**changes):
-    model = transformers_model("llama")
-    for name, value in changes.items():
-        setattr(model.config, name, value)
-    return model
 
 
 class NeedsMore(nn.Module):
@@ -399,8 +567,12 @@ class NeedsMore(nn.Module):
 
 
 class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+
     def forward(self, input_ids):
-        return input_ids
+        return self.embed(input_ids)
 
 
 @pytest.mark.parametrize(
@@ -411,6 +583,12 @@ class Encoder(nn.Module):
         (lambda: 3, {}, TypeError, r"model: expected .*got int"),
         (lambda: [NeedsMore()], {}, TypeError, r"NeedsMore needs 'bias'"),
         (lambda: [torch.tanh], {}, TypeError, r"list of modules"),
+        (
+            lambda: llama_with().model.layers,
+            {},
+            TypeError,
+            "LlamaDecoderLayer needs 'position_embeddings'; of a decoder, pass the model itself",
+        ),
         (lambda: torch.tanh, {"attention_mask": mask("1")}, ValueError, "attention_mask: expected"),
         (llama_with, {"inputs": state(1, 1, D)}, ValueError, "inputs: expected None"),
         (llama_with, {"layers": 2}, TypeError, "layers: expected a slice, got int"),
@@ -424,8 +602,9 @@ class Encoder(nn.Module):
         (lambda: llama_with(is_causal=False), {}, ValueError, "causal attention"),
         (huginn, {"norm": True}, ValueError, "norm: expected None"),
         (huginn, {"layers": slice(1)}, ValueError, "layers: expected None"),
+        (huginn, {"cu_seqlens": documents(2, 4)}, ValueError, "cu_seqlens: expected None for Hug"),
     ],
-    ids=range(13),
+    ids=range(15),
 )
 def test_what_can_not_be_a_block(make, options, error, message):
     with pytest.raises(error, match=message):
@@ -436,6 +615,25 @@ def test_what_can_not_be_a_block(make, options, error, message):
     ("make", "options", "error", "message"),
     [
         (llama_with, {"attention_mask": mask("111")}, ValueError, r"\[2, 6\], got \[1, 3\]"),
+        (
+            llama_with,
+            {"attention_mask": torch.zeros(B, S).masked_fill(mask("111100") == 0, -torch.inf)},
+            ValueError,
+            "attention_mask: expected 1 on real tokens and 0 on pads, got other values",
+        ),
+        (own_ouro, {"attention_mask": 2 * mask("111111", "111100")}, ValueError, "other values"),
+        (
+            own_ouro,
+            {"position_ids": torch.arange(3)},
+            ValueError,
+            r"position_ids: .*\[2, 6\], got \[3\].*hand it over with the call",
+        ),
+        (
+            huginn,
+            {"inputs": state(B, S, D), "position_ids": torch.tensor([0, 1, 2, 0, 1, 2])},
+            ValueError,
+            "position_ids: Huginn takes no attention mask.*got packed documents",
+        ),
         (llama_with, {"attention_mask": [1]}, TypeError, "attention_mask: expected a tensor"),
         (llama_with, {"position_ids": torch.ones(6)}, TypeError, "position_ids: expected integers"),
         (llama_with, {"position_ids": torch.arange(4)}, ValueError, r"position_ids: .*got \[4\]"),
@@ -461,7 +659,7 @@ def test_what_can_not_be_a_block(make, options, error, message):
             "attention_mask: Huginn takes no attention mask.*before or between",
         ),
     ],
-    ids=range(10),
+    ids=range(14),
 )
 def test_what_can_not_be_given_at_the_call(make, options, error, message):
     block = looped_block(make())
@@ -477,9 +675,35 @@ def test_packed_rows_that_can_not_be():
         block(h, cu_seqlens=torch.ones(2))
     with pytest.raises(ValueError, match="attention_mask: expected None"):
         block(h, cu_seqlens=documents(6), attention_mask=mask("111111"))
-    with pytest.raises(ValueError, match="cu_seqlens: Huginn takes no attention mask"):
+    with pytest.raises(ValueError, match="cu_seqlens: expected None for Huginn"):
         looped_block(huginn(), inputs=h)(h, cu_seqlens=documents(2, 4))
     with pytest.raises(ValueError, match="at most 8 tokens"):
         looped_block(huginn(), inputs=state(1, 9, D))(state(1, 9, D))
-    with pytest.raises(ValueError, match=r"h: expected shape \[B, S, D\]"):
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_block_refuses_alike(name):
+    block, h = looped_block(MODELS[name]()), state(1, S, D)
+    with pytest.raises(ValueError, match=r"h: expected shape \[B, S, D\], got \[6, 16\]"):
         block(state(S, D))
+    if name in MASKED:
+        expected = "position_ids: expected None when cu_seqlens is given, got a tensor"
+        with pytest.raises(ValueError, match=expected):
+            block(h, cu_seqlens=documents(6), position_ids=torch.arange(6))
+        expected = "position_ids: expected positions that rise .* attention_mask is given"
+        for real in (mask("111111"), mask("011111")):
+            with pytest.raises(ValueError, match=expected):
+                block(h, attention_mask=real, position_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
+
+
+def test_masks_of_floats():
+    block, h, real = (
+        looped_block(transformers_model("llama")),
+        state(B, S, D),
+        mask("111111", "111100"),
+    )
+    assert torch.equal(block(h, attention_mask=real.double()), block(h, attention_mask=real))
+    on_device = torch.ones(B, S, device="meta")
+    with pytest.raises(TypeError, match=r"attention_mask: .*integers on meta, got torch.float32"):
+        check_tokens(h, attention_mask=on_device)
+    check_tokens(h, attention_mask=on_device.long())
