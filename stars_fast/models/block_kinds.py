@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.dual.run import first_output
-from stars_fast.models.token_layout import TokenLayout, check_tokens
+from stars_fast.models.token_layout import TokenLayout
 
 OPTIONS = ("attention_mask", "position_ids", "cu_seqlens", "inputs")
 
@@ -85,7 +85,6 @@ class OuroTurn(LoopedBlock):
 
     def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Tensor | None) -> Any:
         refuse("Ouro", inputs=inputs)
-        check_tokens(like, **given)
         return self._model[0].prepare(like, **given)
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
@@ -240,7 +239,10 @@ class Chain(LoopedBlock):
             _check_map(layer)
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, h: Tensor) -> Tensor:  # type: ignore[override]
+    def prepare(self, like: Tensor, **given: Tensor | None) -> None:
+        refuse("a list of layers", **given)
+
+    def turn(self, h: Tensor, context: None) -> Tensor:
         for layer in self.layers:
             h = first_output(layer(h))
         return h

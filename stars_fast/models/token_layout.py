@@ -109,16 +109,18 @@ def check_tokens(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    past: int = 0,
 ) -> None:
     """Raise unless the arguments fit each other.
 
     Args:
         h: [B, S, D]; only its shape and device matter.
-        attention_mask: [B, S], boolean or 0/1, 1 for real tokens.
+        attention_mask: [B, past + S], boolean or 0/1, 1 for real tokens.
         position_ids: [S], [1, S] or [B, S] integers. With a mask they rise from each real token to
             the next to it.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = S: documents packed in one row
             (B = 1). It goes with neither of the others.
+        past: tokens that a cache holds of each row.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or values, named. Values that
@@ -137,11 +139,11 @@ def check_tokens(
                 raise ValueError(f"{name}: expected None when cu_seqlens is given, got a tensor")
         _check_bounds(cu_seqlens, batch, length)
     if attention_mask is not None:
-        _check_mask(attention_mask, batch, length)
+        _check_mask(attention_mask, batch, past + length)
     if position_ids is not None:
         _check_positions(position_ids, batch, length)
         if attention_mask is not None:
-            _check_rise(position_ids.view(-1, length), attention_mask)
+            _check_rise(position_ids.view(-1, length), attention_mask[:, past:])
 
 
 _HINT = "(where only a part of the rows is run, hand it over with the call)"

@@ -402,6 +402,14 @@ def test_what_can_not_be_exported_is_said(run, tmp_path, capsys):
     assert (tmp_path / "full" / "notes").read_text() == "mine"
 
 
+def test_embeddings_are_found_and_resized():
+    net = model(torch.float32)
+    assert net.get_input_embeddings() is net.model.embed_tokens
+    assert net.get_output_embeddings() is net.lm_head
+    net.resize_token_embeddings(330)
+    assert net(tokens(1, 4, vocab=330)).logits.shape == (1, 4, 330)
+
+
 # -- size
 
 

@@ -199,9 +199,11 @@ class Adapted(nn.Module):
         super().__init__()
         self.base = base
         generator = torch.Generator().manual_seed(0)
-        draw = lambda *shape: nn.Parameter(  # noqa: E731
-            torch.randn(shape, generator=generator, dtype=torch.float64) / 8
-        )
+
+        def draw(*shape):
+            noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+            return nn.Parameter(noise / 8)
+
         self.down, self.up = draw(3, base.in_features), draw(base.out_features, 3)
         self.bias = draw(base.out_features)
 
@@ -259,6 +261,18 @@ def test_adapters_and_biases_in_the_dual_turn():
     assert relative_error(dual.primal, block(h)) <= 1e-12
     assert relative_error(dual.tangent, difference) <= 1e-7
     assert explain(block, h).fallbacks == []
+
+
+def test_hooks_on_a_linear_map_meet_the_state_and_not_the_stacked_pair():
+    net, h = model(), torch.randn(2, 5, 32, dtype=torch.float64)
+    seen = []
+    hook = net.model.layers[0].mlp.up_proj.register_forward_hook(
+        lambda module, args, out: seen.append((tuple(args[0].shape), tuple(out.shape)))
+    )
+    hooked = fused_jsrr(looped_block(net), h, v=h)
+    hook.remove()
+    assert seen == [((2, 5, 32), (2, 5, 64))]
+    torch.testing.assert_close(hooked, fused_jsrr(looped_block(net), h, v=h), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])

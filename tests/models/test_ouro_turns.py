@@ -121,7 +121,10 @@ def test_counting_needs_one_model():
         ({"past_key_values": DynamicCache()}, "expected an OuroCache.*got DynamicCache"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask: expected shape .*\[2, 6\]"),
         ({"position_ids": torch.ones(2, 3).long()}, "position_ids: expected shape"),
-        ({"cu_seqlens": torch.tensor([0, 6])}, "cu_seqlens: expected a batch of one packed row"),
+        (
+            {"cu_seqlens": torch.tensor([0, 6])},
+            r"h: expected shape \[1, total, D\] with cu_seqlens, got 2 rows",
+        ),
         ({"output_attentions": True}, "output_attentions: expected False"),
     ],
 )

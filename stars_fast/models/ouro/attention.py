@@ -6,43 +6,40 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stars_fast import ops
 from stars_fast.models.ouro.visible import Documents, Visible
 
+if TYPE_CHECKING:
+    from stars_fast.models.ouro.layers import OuroAttention
+
 
 def attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, visible: Visible, dual: bool
+    module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible, dual: bool
 ) -> Tensor:
     """[.., B, H, S, D] from q [.., B, H, S, D], k and v [.., B, Hkv, past + S, D].
 
     `module` gives `scaling` and, for a tensor, the `config` whose `_attn_implementation` is used.
     """
-    scale: Any = module.scaling
+    scale = module.scaling
     if dual:
         if visible.holes:
             return ops.attention(q, k, v, visible.mask, scale=scale)
         if visible.spans is None:
             return ops.attention(q, k, v, causal=True, scale=scale)
         return ops.attention(q, k, v, scale=scale, spans=visible.spans)
-    q, k, v = _one_dtype(q, k, v)
-    implementation: Any = module.config._attn_implementation  # type: ignore[union-attr]
+    implementation = module.config._attn_implementation
     if implementation in ("sdpa", "eager", None):
         if visible.documents is not None and implementation != "eager":
-            return _packed(q, k, v, visible.documents, visible.window, scale)
+            return _packed(q, k, v, visible.documents, visible.window)
         plain = _eager if implementation == "eager" else _sdpa
         return plain(q, k, v, visible, scale)
     return _interface(implementation, module, q, k, v, visible)
-
-
-def _one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast the rotary op is no op of PyTorch's and keeps what it is given."""
-    return q, k.to(q.dtype), v.to(q.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
@@ -68,12 +65,11 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> T
     return weights.to(q.dtype) @ v
 
 
-def _packed(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, scale: float
-) -> Tensor:
-    """Documents of one row, each by itself: one kernel where PyTorch has it, else one call each."""
+def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None) -> Tensor:
+    """Documents of one row, each by itself, at the default scale D^-1/2: one kernel where PyTorch
+    has it, else one call each."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(q, k, v, documents, window, scale)
+        return _varlen(q, k, v, documents, window)
     grouped = q.shape[1] != k.shape[1]
     outs = []
     for start, stop in pairwise(documents.bounds):
@@ -86,15 +82,14 @@ def _packed(
             mask = ones.tril().triu(1 - window)
         outs.append(
             F.scaled_dot_product_attention(
-                a, b, c, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+                a, b, c, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
             )
         )
     return torch.cat(outs, 2)
 
 
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, scale: float
-) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None) -> Tensor:
+    """What its kernel takes besides differs between versions of torch."""
     from torch.nn.attention import varlen
 
     kernel: Any = varlen.varlen_attn
@@ -111,11 +106,9 @@ def _varlen(
     elif window is None:
         options["is_causal"] = True
     else:
-        raise RuntimeError(f"torch {torch.__version__}: packed sliding windows need torch >= 2.11")
-    out = kernel(
-        *tokens, documents.cu, documents.cu, documents.longest, documents.longest,
-        scale=scale, **options,
-    )  # fmt: skip
+        raise RuntimeError(f"torch {torch.__version__}: its varlen_attn takes no sliding window")
+    cu, longest = documents.cu, documents.longest
+    out = kernel(*tokens, cu, cu, longest, longest, **options)
     return out.transpose(0, 1).unsqueeze(0)
 
 
@@ -125,7 +118,7 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def _interface(
-    name: str, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, visible: Visible
+    name: str, module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible
 ) -> Tensor:
     """An attention of transformers' registry: flash-attn in its versions, FlexAttention, ..."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

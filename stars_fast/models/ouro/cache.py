@@ -73,7 +73,7 @@ class OuroCache(DynamicCache):
             Keys and values [B (or n), Hkv, past + S, D].
         """
         if rows is not None:
-            last = self._last(k, turn - 1, layer)
+            last = self._last(turn - 1, layer, k.shape[-2])
             k, v = (old.index_copy(0, rows, new) for old, new in zip(last, (k, v), strict=True))
         keys, values = self.update(k, v, turn * self.turn_layers + layer)
         return (keys, values) if rows is None else (keys[rows], values[rows])
@@ -84,13 +84,11 @@ class OuroCache(DynamicCache):
         assert self.turns is not None
         for later in range(turn, self.turns):
             for layer in range(self.turn_layers):
-                slot: Any = self.layers[(turn - 1) * self.turn_layers + layer]
-                k, v = slot.keys[..., -length:, :], slot.values[..., -length:, :]
-                self.update(k, v, later * self.turn_layers + layer)
+                last = self._last(turn - 1, layer, length)
+                self.update(*last, later * self.turn_layers + layer)
 
-    def _last(self, like: Tensor, turn: int, layer: int) -> tuple[Tensor, Tensor]:
+    def _last(self, turn: int, layer: int, length: int) -> tuple[Tensor, Tensor]:
         slot: Any = self.layers[turn * self.turn_layers + layer]
-        length = like.shape[-2]
         return slot.keys[..., -length:, :], slot.values[..., -length:, :]
 
 

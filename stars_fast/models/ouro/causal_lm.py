@@ -52,12 +52,6 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         self.post_init()
         set_stop(self)
 
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
-
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the public layout: safetensors, a config that both current and older readers
         understand, and a generation config that stops where a ChatML turn ends."""

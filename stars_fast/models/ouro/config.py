@@ -179,6 +179,12 @@ def _rope(
     return forms[0]
 
 
+def check_gate(gate: str) -> None:
+    """Raises ValueError for what is no treatment of the gate."""
+    if gate not in ("trained", "frozen", "ignored"):
+        raise ValueError(f"gate must be 'trained', 'frozen' or 'ignored', got {gate!r}")
+
+
 def check_config(config: OuroConfig) -> None:
     """Raises ValueError or TypeError that names a setting out of range."""
     sizes = (
@@ -200,8 +206,7 @@ def check_config(config: OuroConfig) -> None:
         )
     if config.attention_dropout:
         raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")
-    if config.gate not in ("trained", "frozen", "ignored"):
-        raise ValueError(f"gate must be 'trained', 'frozen' or 'ignored', got {config.gate!r}")
+    check_gate(config.gate)
     types = config.layer_types
     if len(types) != config.num_hidden_layers or not set(types) <= set(LAYER_TYPES):
         raise ValueError(

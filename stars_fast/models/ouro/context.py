@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from stars_fast.models.ouro.visible import (
     packed_visible,
     padded_visible,
 )
+from stars_fast.models.token_layout import check_tokens
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,17 @@ def make_context(
         h: [B, S, D]; shape, dtype and device count.
         attention_mask: [B, past + S], 1 on real tokens. Without it all tokens are real.
         position_ids: [B or 1, S] integers. By default they count the real tokens. Where they fall
-            or stay within a row, a packed document begins.
+            or stay within a row, a packed document begins; not with a mask.
         cu_seqlens: [n + 1] integers, bounds of documents packed in a batch of one row.
         cache: its tokens come before these.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or shape, named.
     """
-    batch, length = h.shape[:2]
+    length = h.shape[1]
     past = 0 if cache is None else cache.get_seq_length()
+    check_tokens(h, attention_mask, position_ids, cu_seqlens, past)
     if cu_seqlens is not None:
-        for name, other in (("attention_mask", attention_mask), ("position_ids", position_ids)):
-            if other is not None:
-                raise ValueError(f"{name}: expected None when cu_seqlens is given, got a tensor")
         if past:
             raise ValueError("cu_seqlens: expected None with a cache that holds tokens")
         documents, starts = _documents(cu_seqlens, h)
@@ -105,14 +103,14 @@ def make_context(
             kind: packed_visible(starts, window, documents) for kind, window in _windows(config)
         }
         return Context(*rotary(positions, h.dtype), visible, starts=starts, cache=cache)
-    padding, holes = _padding(attention_mask, batch, past + length, h.device)
+    padding, holes = _padding(attention_mask, h.device)
     if position_ids is not None:
-        positions = _positions(position_ids, batch, length, h.device)
-        begins = _restarts(positions, None if padding is None else padding[:, past:])
+        positions = position_ids.view(-1, length).to(h.device)
+        begins = _restarts(positions) if attention_mask is None else None
         if begins is not None:
-            if padding is not None or past:
+            if past:
                 raise ValueError(
-                    "position_ids: expected positions that rise along a row with pads or a cache, "
+                    "position_ids: expected positions that rise along a row with a cache, "
                     "got packed documents"
                 )
             packed = {k: packed_visible(begins, window) for k, window in _windows(config)}
@@ -134,64 +132,30 @@ def _windows(config: OuroConfig) -> list[tuple[str, int | None]]:
     return [(kind, windows[kind]) for kind in sorted(set(config.layer_types))]
 
 
-def _documents(cu_seqlens: Any, h: Tensor) -> tuple[Documents, Tensor]:
-    """Bounds, and [1, S]: where the document of each token starts."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_floating_point():
-        raise TypeError("cu_seqlens: expected a tensor of integers")
-    if h.shape[0] != 1:
-        raise ValueError(f"cu_seqlens: expected a batch of one packed row, got {h.shape[0]} rows")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
+def _documents(cu_seqlens: Tensor, h: Tensor) -> tuple[Documents, Tensor]:
+    """Bounds, and [1, S]: where the document of each token starts. The host looks at the bounds:
+    on the CPU they keep a GPU from waiting."""
     bounds = cu_seqlens.tolist()
-    total = h.shape[1]
-    if bounds[0] or bounds[-1] != total or not all(a <= b for a, b in pairwise(bounds)):
-        raise ValueError(
-            f"cu_seqlens: expected bounds that rise from 0 to the {total} tokens, got {bounds}"
-        )
-    cu = cu_seqlens.to(h.device, torch.int32)
     lengths = torch.tensor([b - a for a, b in pairwise(bounds)])
     starts = torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths)
+    cu = cu_seqlens.to(h.device, torch.int32)
     return Documents(cu, bounds), starts.to(h.device).unsqueeze(0)
 
 
-def _padding(
-    mask: Any, batch: int, length: int, device: torch.device
-) -> tuple[Tensor | None, bool]:
+def _padding(mask: Tensor | None, device: torch.device) -> tuple[Tensor | None, bool]:
     """The mask as booleans, None where all tokens are real, and whether it has holes. The host
     looks at it: a mask on the CPU keeps a GPU from waiting."""
     if mask is None:
         return None, False
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask: expected a tensor, got {type(mask).__name__}")
-    if mask.shape != (batch, length):
-        raise ValueError(
-            f"attention_mask: expected shape [B, past + S] = {[batch, length]}, "
-            f"got {list(mask.shape)}"
-        )
     real = mask != 0
     changes = (real[:, 1:] != real[:, :-1]).sum(1) + real[:, 0].long() + real[:, -1].long()
     whole, holes = torch.stack((real.all(), (changes > 2).any())).tolist()
     return (None, False) if whole else (real.to(device), holes)
 
 
-def _positions(positions: Any, batch: int, length: int, device: torch.device) -> Tensor:
-    if not isinstance(positions, Tensor) or positions.dtype not in (torch.int64, torch.int32):
-        raise TypeError("position_ids: expected a tensor of integers")
-    if positions.dim() == 1:
-        positions = positions.unsqueeze(0)
-    if positions.shape not in ((batch, length), (1, length)):
-        raise ValueError(
-            f"position_ids: expected shape [B or 1, S] = {[batch, length]}, "
-            f"got {list(positions.shape)}"
-        )
-    return positions.to(device)
-
-
-def _restarts(positions: Tensor, real: Tensor | None) -> Tensor | None:
+def _restarts(positions: Tensor) -> Tensor | None:
     """[B or 1, S]: where the document of each token starts; None where no row holds several."""
     new = positions[:, 1:] <= positions[:, :-1]
-    if real is not None:
-        new = new & real[:, 1:] & real[:, :-1]
     if not new.any():
         return None
     place = torch.arange(positions.shape[1], device=positions.device)

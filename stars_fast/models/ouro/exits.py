@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stars_fast.checks import check_integer, check_number
 from stars_fast.models.ouro.config import OuroConfig
+from stars_fast.models.ouro.layers import is_plain_linear
 
 
 def gate_logits(gate: nn.Linear, h: Tensor) -> Tensor:
@@ -25,14 +26,6 @@ def gate_logits(gate: nn.Linear, h: Tensor) -> Tensor:
         return gate(h).squeeze(-1).to(wide)
     with torch.autocast(h.device.type, enabled=False):
         return F.linear(h.to(wide), gate.weight.to(wide), gate.bias.to(wide)).squeeze(-1)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is its weight and bias and nothing else: no adapter, no hook, not
-    quantised or sharded by itself."""
-    return type(module) is nn.Linear and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    )
 
 
 def exit_turns(gates: Tensor, threshold: float) -> Tensor:

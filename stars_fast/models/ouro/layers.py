@@ -41,12 +41,20 @@ class OuroRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module is its weight and bias and nothing else: no adapter, no hook, not
+    quantised or sharded by itself."""
+    return type(module) is nn.Linear and not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    )
+
+
 def project(module: nn.Module, x: Tensor, dual: bool) -> Tensor:
-    """A linear map. Whatever stands in for a plain one (quantised, adapted, biased) meets a Dual
-    and is answered op by op."""
+    """A linear map. Whatever stands in for a plain one (quantised, adapted, biased, hooked) meets a
+    Dual and is answered op by op."""
     if not dual:
         return module(x)
-    if type(module) is nn.Linear and module.bias is None:
+    if is_plain_linear(module) and module.bias is None:
         report("linear", "stacked")
         return module(x)
     return module(Dual(x)).stack
@@ -74,7 +82,6 @@ class OuroAttention(nn.Module):
         self.scaling = config.head_dim**-0.5
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.kind = config.layer_types[layer]
-        self.sliding_window = config.sliding_window if self.kind == "sliding_attention" else None
         width, kv = (
             heads * config.head_dim
             for heads in (config.num_attention_heads, config.num_key_value_heads)

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from stars_fast.checks import check_number
 from stars_fast.dual.tensor import Dual
 from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
-from stars_fast.models.ouro.config import OuroConfig, check_config
+from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context
 from stars_fast.models.ouro.exits import (
     converged,
@@ -117,20 +117,13 @@ class OuroModel(OuroPreTrainedModel):
         self.set_gate(config.gate)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embed_tokens = value  # type: ignore[assignment]
-
     def set_gate(self, gate: str) -> None:
         """What becomes of the exit gate: "trained", "frozen" or "ignored" (`OuroConfig.gate`).
 
         Only a trained gate has parameters that want gradients, and the loss then reaches them, so
         that DistributedDataParallel needs no `find_unused_parameters`.
         """
-        if gate not in ("trained", "frozen", "ignored"):
-            raise ValueError(f"gate must be 'trained', 'frozen' or 'ignored', got {gate!r}")
+        check_gate(gate)
         self.config.gate = gate
         self.early_exit_gate.requires_grad_(gate == "trained")
 
@@ -160,8 +153,8 @@ class OuroModel(OuroPreTrainedModel):
             context: from `prepare`.
             index: of the turn; it matters for the cache alone.
         """
-        dual = type(h) is Dual
-        x = h.stack if dual else h  # type: ignore[attr-defined]
+        dual = isinstance(h, Dual)
+        x = h.stack if isinstance(h, Dual) else h
         recompute = self._recomputes()
         for layer in self.layers:
             if recompute:
