@@ -17,8 +17,9 @@ examples:
   stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
-  stars-fast export runs/ouro ouro-stars --turns 8 --dtype bfloat16
-  torchrun --nproc-per-node 2 -m stars_fast.cli train addition-quick
+  stars-fast train ouro-tiny
+  torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
+  stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
 """
 
 
@@ -134,7 +135,8 @@ def _train(words: list[str]) -> int:
 
 def _train_help() -> str:
     from stars_fast.training import tree
-    from stars_fast.training.config import FROM_DATA, TrainConfig
+    from stars_fast.training.addition import FROM_DATA
+    from stars_fast.training.config import TASKS, task_of
     from stars_fast.training.methods import METHODS
 
     lines = [
@@ -148,15 +150,22 @@ def _train_help() -> str:
         "",
         "fields, by dotted path or by their last name where it is unique:",
     ]
-    section = None
-    for path, field in tree.leaves(TrainConfig).items():
-        if path.rpartition(".")[0] != section:
-            section = path.rpartition(".")[0]
-            lines.append("")
-        default = "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
-        default = " (default from the data)" if path in FROM_DATA else default
-        lines.append(f"  --{path} {tree.type_name(field.type)}")
-        lines.append(f"      {field.help}{default}".rstrip())
+    shared = None
+    for task in TASKS:
+        fields = tree.leaves(task_of({"task": task}).Config)
+        known = {path: field.help for path, field in fields.items()} if shared is None else shared
+        section = None
+        for path, field in fields.items():
+            if shared is not None and shared.get(path) == field.help:
+                continue
+            if path.rpartition(".")[0] != section:
+                section = path.rpartition(".")[0]
+                lines.append("")
+            default = "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
+            default = " (default from the data)" if path in FROM_DATA else default
+            lines.append(f"  --{path} {tree.type_name(field.type)}")
+            lines.append(f"      {field.help}{default}".rstrip())
+        shared = known
     return "\n".join([*lines, "", _EXAMPLES])
 
 
@@ -181,7 +190,7 @@ def _recipes(args: argparse.Namespace) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from stars_fast.data.addition import AdditionData
     from stars_fast.evaluation.addition import evaluate
-    from stars_fast.training.trainer import load_model
+    from stars_fast.training.addition import load_model
     from stars_fast.training.tree import ConfigError
 
     loaded = {str(run): load_model(run, args.step) for run in args.runs}

@@ -13,7 +13,7 @@ method: stars
 model: {d_model: 16, n_heads: 2, d_ff: 32}
 data: {digits: 1, train_samples: 60, test_samples: 21}
 depth: {mu: 1.0, high: 6}
-train: {steps: 4, batch_size: 16, log_every: 1, threads: 1, tensorboard: false}
+train: {steps: 4, batch_size: 16, log_every: 1, threads: 1, report_to: []}
 eval: {turns: [1, 4]}
 """
 

@@ -67,6 +67,38 @@ def accuracy_against_turns(
     _save(figure, path)
 
 
+def loss_against_turns(
+    losses: Mapping[str, Mapping[int, float]],
+    path: str | Path,
+    *,
+    title: str = "Validation loss",
+    trained_depth: TrainedDepth | None = None,
+) -> None:
+    """Draw token loss against the number of turns, one line a label, and save it as PNG.
+
+    losses: {label: {turns: loss in nats}}. Turns are on a logarithmic axis.
+    trained_depth: the turns of the training, a number or (fewest, most), shaded.
+
+    Raises ValueError if there is nothing to draw.
+    """
+    if not losses or not all(losses.values()):
+        raise ValueError(f"losses must hold at least one point for every label, got {losses}")
+    figure, (axis,) = _figure(1, width=7.5, height=4.4)
+    for index, (label, points) in enumerate(losses.items()):
+        places = sorted(points)
+        values = [points[t] for t in places]
+        axis.plot(places, values, label=label, color=_colour(index), marker=MARKERS[index % 7])
+    _turns_axis(axis, sorted({t for points in losses.values() for t in points}))
+    axis.set_ylabel("token loss (nats)")
+    axis.set_title(title, loc="left", fontsize=11)
+    if trained_depth is not None:
+        low, high = _ends(trained_depth)
+        axis.axvspan(low / 1.03, high * 1.03, color="#888888", alpha=0.15, linewidth=0, zorder=0)
+    if len(losses) > 1:
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    _save(figure, path)
+
+
 def training_curves(
     runs: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]],
     path: str | Path,

@@ -9,7 +9,6 @@ end token only.
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.checks import check_integer
-
-IGNORE = -100
-"""Target where there is no loss (the default `ignore_index` of PyTorch's cross-entropy)."""
+from stars_fast.data import IGNORE
 
 MAX_DIGITS = 9
 
@@ -143,35 +140,6 @@ def encode_sums(pairs: np.ndarray, digits: int) -> Tensor:
     return torch.from_numpy(np.concatenate(columns, axis=1))
 
 
-def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
-    """Indices [batch_size] int64 of the samples of optimiser step `step`, out of 0..n-1.
-
-    A pure function of its arguments, so a resumed run goes on with the samples that it would have
-    had. The batches are cut one after the other from an endless row of epochs, each epoch a
-    permutation of 0..n-1 that depends on (seed, epoch) alone: a sample comes once an epoch, and a
-    batch may straddle two. `batch_size` is that of a whole step over all ranks; micro-batch and
-    rank take their slice of the result.
-
-    Raises ValueError if `seed` or `step` is negative or `batch_size` or `n` not positive.
-    """
-    for name, value, low in (
-        ("seed", seed, 0),
-        ("step", step, 0),
-        ("batch_size", batch_size, 1),
-        ("n", n, 1),
-    ):
-        if value < low:
-            raise ValueError(f"{name} must be >= {low}, got {value}")
-    place, end = step * batch_size, (step + 1) * batch_size
-    parts = []
-    while place < end:
-        epoch, offset = divmod(place, n)
-        part = _epoch_order(seed, epoch, n)[offset : offset + end - place]
-        parts.append(part)
-        place += len(part)
-    return torch.from_numpy(np.concatenate(parts))
-
-
 def read_jsonl(path: str | Path, digits: int) -> np.ndarray:
     """Operands [N, 2] int64 of a JSONL file of sums with operands of `digits` digits.
 
@@ -267,8 +235,3 @@ def _generate(rng: np.random.Generator, digits: int, count: int, taken: np.ndarr
     draws = rng.choice(operands**2, count + len(taken), replace=False)
     draws = draws[~np.isin(draws, taken)][:count]
     return np.stack([low + draws // operands, low + draws % operands], axis=1)
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n)

@@ -1,41 +1,79 @@
 """The micro-batches of a step: which samples, and on which rank, as a function of the step."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stars_fast.data.addition import IGNORE, Batch, batch_indices
+from stars_fast.data import IGNORE
+from stars_fast.training.samples import Samples
 from stars_fast.training.seeds import derive
 
 
-class Data(Protocol):
-    """What the trainer asks of a data set: the number of training samples, and batches of them."""
+class HostBatch(NamedTuple):
+    """Some units of a source, on the host: tokens [B, S] int64, targets [B, S] int64 (the next
+    token, `IGNORE` where there is no loss), and the samples they are."""
+
+    tokens: Tensor
+    targets: Tensor
+    samples: Samples
+
+
+class Source(Protocol):
+    """What the trainer asks of training data.
+
+    A unit is what a step has `batch_size` of: a sample, or a row of packed documents. `longest` is
+    the most tokens of one.
+    """
 
     @property
-    def train(self) -> Tensor: ...
+    def longest(self) -> int: ...
 
-    def batch(self, split: str, indices: Tensor) -> Batch: ...
+    def __len__(self) -> int:
+        """Units."""
+        ...
+
+    def count(self, units: np.ndarray) -> np.ndarray:
+        """Samples in each of `units` [n] int64."""
+        ...
+
+    def batch(self, units: np.ndarray) -> HostBatch:
+        """`units` [n] int64, in this order."""
+        ...
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """One micro-batch on its device.
 
-    tokens [B, S] int64; mask [B, S] bool, True at real tokens, None if all are; positions [N]
-    int64, the supervised places in [B * S]; labels [N] int64, their targets. first: the place of
-    row 0 in the batch of the whole step; index: that of the micro-batch. real_tokens: tokens that
-    are not padding.
+    tokens: [B, S] int64.
+    positions: [N] int64, the supervised places in [B * S].
+    labels: [N] int64, their targets.
+    samples: which tokens are whose, on the host.
+    first: the place of its first sample in the batch of the whole step.
+    step_samples: samples of the whole step; pieces: micro-batches of the whole step.
+    index: its own number among those.
+    real_tokens: tokens that are not padding.
     """
 
     tokens: Tensor
-    mask: Tensor | None
     positions: Tensor
     labels: Tensor
+    samples: Samples
     first: int
+    step_samples: int
+    pieces: int
     index: int
     real_tokens: int
+
+    @property
+    def share(self) -> float:
+        """Its part of the step's samples."""
+        return self.samples.count / self.step_samples
 
 
 class Batches:
@@ -50,7 +88,7 @@ class Batches:
 
     def __init__(
         self,
-        data: Data,
+        source: Source,
         seed: int,
         batch_size: int,
         accumulation: int = 1,
@@ -58,41 +96,133 @@ class Batches:
         world_size: int = 1,
         device: torch.device | None = None,
     ) -> None:
-        pieces = accumulation * world_size
-        if batch_size % pieces:
+        self.total = accumulation * world_size
+        if batch_size % self.total:
             raise ValueError(
                 f"batch_size must be a multiple of accumulation x processes = {accumulation} x "
                 f"{world_size}, got {batch_size}"
             )
-        self.data = data
+        self.source = source
         self.seed = derive(seed, "order")
         self.batch_size = batch_size
-        self.rows = batch_size // pieces
-        self.pieces = range(rank, pieces, world_size)
+        self.rows = batch_size // self.total
+        self.pieces = range(rank, self.total, world_size)
         self.device = device or torch.device("cpu")
 
-    def window(self, step: int) -> list[MicroBatch]:
-        """The micro-batches of this rank for `step`."""
-        indices = batch_indices(self.seed, step, self.batch_size, len(self.data.train))
-        return [self._micro(indices, piece) for piece in self.pieces]
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that a micro-batch can have, pads included."""
+        return self.rows * self.source.longest
 
-    def _micro(self, indices: Tensor, piece: int) -> MicroBatch:
+    def host_window(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of this rank for `step`, on the host."""
+        units = batch_indices(self.seed, step, self.batch_size, len(self.source)).numpy()
+        before = np.concatenate([[0], np.cumsum(self.source.count(units))])
+        return [self._micro(units, before, piece) for piece in self.pieces]
+
+    def _micro(self, units: np.ndarray, before: np.ndarray, piece: int) -> MicroBatch:
         first = piece * self.rows
-        tokens, targets, mask = self.data.batch("train", indices[first : first + self.rows])
-        # Counted and gathered before the move: on the device either would wait for it.
+        tokens, targets, samples = self.source.batch(units[first : first + self.rows])
         flat = targets.flatten()
         positions = (flat != IGNORE).nonzero().squeeze(1)
-        real = int(mask.sum())
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(self.device, non_blocking=True)
-
         return MicroBatch(
-            tokens=move(tokens),
-            mask=None if real == mask.numel() else move(mask),
-            positions=move(positions),
-            labels=move(flat[positions]),
-            first=first,
+            tokens=tokens,
+            positions=positions,
+            labels=flat[positions],
+            samples=samples,
+            first=int(before[first]),
+            step_samples=int(before[-1]),
+            pieces=self.total,
             index=piece,
-            real_tokens=real,
+            real_tokens=tokens.numel() if samples.mask is None else int(samples.mask.sum()),
         )
+
+    def window(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of this rank for `step`, on its device."""
+        return [to_device(micro, self.device) for micro in self.host_window(step)]
+
+
+def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    """The same with its tokens, positions and labels on `device`, copied without waiting."""
+    if device.type == "cpu":
+        return batch
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    def pinned(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.pin_memory()
+
+    samples = batch.samples
+    return MicroBatch(
+        move(batch.tokens),
+        move(batch.positions),
+        move(batch.labels),
+        Samples(samples.count, pinned(samples.mask), pinned(samples.cu_seqlens)),
+        batch.first,
+        batch.step_samples,
+        batch.pieces,
+        batch.index,
+        batch.real_tokens,
+    )
+
+
+class Prefetch:
+    """The windows of a run, each made in a thread while the step before it runs."""
+
+    def __init__(self, batches: Batches, step: int, steps: int) -> None:
+        self._batches = batches
+        self._steps = steps
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._next: tuple[int, Future[list[MicroBatch]]] | None = None
+        self._order(step)
+
+    def _order(self, step: int) -> None:
+        if step < self._steps:
+            self._next = step, self._thread.submit(self._batches.window, step)
+
+    def window(self, step: int) -> list[MicroBatch]:
+        """The micro-batches of `step`; the steps come one after the other."""
+        assert self._next is not None
+        assert self._next[0] == step, (self._next[0], step)
+        window = self._next[1].result()
+        self._order(step + 1)
+        return window
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+
+def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
+    """Indices [batch_size] int64 of the units of optimiser step `step`, out of 0..n-1.
+
+    A pure function of its arguments, so a resumed run goes on with the samples that it would have
+    had. The batches are cut one after the other from an endless row of epochs, each epoch a
+    permutation of 0..n-1 that depends on (seed, epoch) alone: a unit comes once an epoch, and a
+    batch may straddle two. `batch_size` is that of a whole step over all ranks; micro-batch and
+    rank take their slice of the result.
+
+    Raises ValueError if `seed` or `step` is negative or `batch_size` or `n` not positive.
+    """
+    for name, value, low in (
+        ("seed", seed, 0),
+        ("step", step, 0),
+        ("batch_size", batch_size, 1),
+        ("n", n, 1),
+    ):
+        if value < low:
+            raise ValueError(f"{name} must be >= {low}, got {value}")
+    place, end = step * batch_size, (step + 1) * batch_size
+    parts = []
+    while place < end:
+        epoch, offset = divmod(place, n)
+        part = _epoch_order(seed, epoch, n)[offset : offset + end - place]
+        parts.append(part)
+        place += len(part)
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(seed: int, epoch: int, n: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n)

@@ -1,24 +1,29 @@
 """The configuration of a run: one tree of dataclasses, read from recipes and the command line.
 
 A recipe is YAML with the sections of `TrainConfig`. `base: NAME` starts from another recipe.
-The full tree is written to the run folder and is itself a recipe.
+The full tree is written to the run folder and is itself a recipe. What a run trains is its `task`,
+which has sections of its own; this file has those that all tasks share.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
-from stars_fast.data.addition import AdditionConfig, AdditionTokenizer
-from stars_fast.models.looped import LoopedConfig
 from stars_fast.training import tree
 from stars_fast.training.depth import DepthLaw
 from stars_fast.training.durable import write_text
+from stars_fast.training.memory import MemoryConfig
 from stars_fast.training.methods import METHODS
 from stars_fast.training.optim import OptimConfig
 from stars_fast.training.optional import need
+from stars_fast.training.parallel import ParallelConfig
 from stars_fast.training.penalty import PenaltyConfig
 from stars_fast.training.recipes import read_recipe
+from stars_fast.training.trackers import TRACKERS
 from stars_fast.training.tree import ConfigError
 
 ALIASES = {
@@ -28,16 +33,19 @@ ALIASES = {
 }
 """Names of the published code's options that mean one field here."""
 
-FROM_DATA = ("model.vocab_size", "model.max_length")
-"""Fields that follow from the data where a recipe does not give them."""
+TASKS = {"addition": "stars_fast.training.addition", "ouro": "stars_fast.training.ouro"}
+"""Where the configuration (`Config`) and the parts (`Task`) of each task are."""
 
 
 @dataclass
 class LoopConfig:
     """The training loop.
 
-    steps: optimiser steps.
-    batch_size: samples per optimiser step, over all ranks and micro-batches.
+    steps: optimiser steps; none for those that epochs takes, or 1000.
+    epochs: passes over the training data, where steps is none.
+    batch_size: samples (packed: rows) per optimiser step, over all ranks and micro-batches.
+    micro_batch_size: samples (packed: rows) that a rank takes at once; accumulation follows from
+        it. None for accumulation.
     accumulation: micro-batches per optimiser step on each rank, each with a depth of its own; at
         a fixed depth it does not change the loss.
     backprop_turns: gradient through the last so many turns only; none for all.
@@ -48,11 +56,17 @@ class LoopConfig:
     reference_turns: the cost in the banner is relative to SFT at so many turns.
     device: auto is CUDA where there is one.
     threads: CPU threads per process; none for PyTorch's choice.
-    tensorboard: also write TensorBoard events, if it is installed.
+    prefetch: make the next step's batch in a thread.
+    compile: compile the layers of plain turns with torch.compile.
+    report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
+        trackio; or none.
+    project: of wandb and trackio.
     """
 
-    steps: int = 1000
+    steps: int | None = None
+    epochs: float | None = None
     batch_size: int = 256
+    micro_batch_size: int | None = None
     accumulation: int = 1
     backprop_turns: int | None = None
     log_every: int = 10
@@ -62,11 +76,19 @@ class LoopConfig:
     reference_turns: int = 4
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
-    tensorboard: bool = True
+    prefetch: bool = True
+    compile: bool = False
+    report_to: tuple[str, ...] = ("tensorboard",)
+    project: str = "stars-fast"
 
     def __post_init__(self) -> None:
+        if self.steps is None and self.epochs is None:
+            self.steps = 1000
+        if self.report_to == ("none",):
+            self.report_to = ()
+        if self.epochs is not None and self.epochs <= 0:
+            raise ValueError(f"epochs must be positive, got {self.epochs}")
         for name, low in (
-            ("steps", 1),
             ("batch_size", 1),
             ("accumulation", 1),
             ("log_every", 1),
@@ -77,58 +99,65 @@ class LoopConfig:
         ):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        for name in ("backprop_turns", "threads"):
+        for name in ("steps", "micro_batch_size", "backprop_turns", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1 or none, got {getattr(self, name)}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}")
+        if unknown := sorted(set(self.report_to) - set(TRACKERS)):
+            raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {unknown}")
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of the run, once they are known."""
+        assert self.steps is not None
+        return self.steps
+
+    def resolved(self, units: int, processes: int) -> "LoopConfig":
+        """The same with its steps and its accumulation, for data of so many units.
+
+        Raises ValueError if batch_size does not divide evenly.
+        """
+        steps, accumulation = self.steps, self.accumulation
+        if steps is None:
+            assert self.epochs is not None
+            steps = math.ceil(self.epochs * units / self.batch_size)
+        if self.micro_batch_size is not None:
+            accumulation, rest = divmod(self.batch_size, self.micro_batch_size * processes)
+            if rest or not accumulation:
+                raise ValueError(
+                    f"batch_size must be a multiple of micro_batch_size x processes = "
+                    f"{self.micro_batch_size} x {processes}, got {self.batch_size}"
+                )
+        return replace(self, steps=steps, accumulation=accumulation)
 
 
-@dataclass
-class EvalConfig:
-    """Accuracy on unseen samples, during the run and at its end.
-
-    turns: numbers of turns to evaluate at; empty for no evaluation.
-    limit: unseen samples to evaluate on.
-    every: steps between evaluations; 0 for the end alone.
-    """
-
-    turns: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 100)
-    limit: int = 1000
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        if any(turns < 1 for turns in self.turns):
-            raise ValueError(f"turns must be positive, got {list(self.turns)}")
-        if self.limit < 1 or self.every < 0:
-            raise ValueError(
-                f"limit must be at least 1 and every at least 0, got {self.limit} and {self.every}"
-            )
-
-
-@dataclass
-class TrainConfig:
-    """A run.
+@dataclass(kw_only=True)
+class RunConfig:
+    """A run; a task adds its `model`, `data` and `eval`.
 
     method: sft, random-loop, jsrr, stars or l2.
+    task: what is trained: addition or ouro.
     name: of the run, in figures and for its folder; the recipe's name by default.
     description: one line for the list of recipes.
     seed: of initial weights, data order, depths, noise and dropout.
     out: the run folder; runs/NAME by default.
+    precision: mixed (fp32 weights, bf16 compute), float32, or bfloat16 (weights and all).
     """
 
     method: str
-    model: LoopedConfig
+    task: str = "addition"
     name: str = "run"
     description: str = ""
     seed: int = 0
     out: str | None = None
-    data: AdditionConfig = field(default_factory=AdditionConfig)
+    precision: Literal["mixed", "float32", "bfloat16"] = "mixed"
     depth: DepthLaw = field(default_factory=DepthLaw)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -143,6 +172,10 @@ class TrainConfig:
             raise ConfigError(
                 f"method {self.method} draws the number of turns but depth.law is fixed; "
                 f"set depth.law to lognormal, poisson or uniform, or choose sft or jsrr"
+            )
+        if self.optim.stochastic_rounding and self.precision != "bfloat16":
+            raise ConfigError(
+                f"optim.stochastic_rounding is for precision bfloat16, got {self.precision}"
             )
         if self.out is None:
             self.out = str(Path("runs") / self.name)
@@ -164,8 +197,16 @@ class TrainConfig:
         return self.penalty.weight_at(step) if self.penalised else 0.0
 
 
-def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The configuration of `recipe` with `overrides` in their places.
+def task_of(mapping: Mapping[str, Any]) -> ModuleType:
+    """The module of the task that a recipe names; ConfigError for one that does not exist."""
+    task = mapping.get("task", "addition")
+    if task not in TASKS:
+        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+    return import_module(TASKS[task])
+
+
+def load_config(recipe: str, overrides: Sequence[str] = ()) -> Any:
+    """The configuration of `recipe` with `overrides` in their places: a `RunConfig` of its task.
 
     `recipe` is the name of a recipe of the package, a YAML file, or a run folder. `overrides` are
     command-line words: "--penalty.weight", "0.05", "--steps=100".
@@ -175,35 +216,26 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> TrainConfig:
     mapping = read_recipe(recipe)
     if Path(recipe).is_dir():  # a run, wherever it lies now
         mapping["out"] = recipe
-    mapping = tree.merge(mapping, parse_overrides(overrides))
+    mapping = tree.merge(mapping, parse_overrides(overrides, task_of(mapping).Config))
     mapping.setdefault("name", Path(recipe).stem)
     return config_from(mapping)
 
 
-def config_from(mapping: Mapping[str, Any]) -> TrainConfig:
-    """The configuration from nested mappings; the model's vocabulary and length from the data.
+def config_from(mapping: Mapping[str, Any]) -> Any:
+    """The configuration from nested mappings: a `RunConfig` of its task.
 
     Raises ConfigError as `tree.build`.
     """
-    data = tree.build(AdditionConfig, mapping.get("data", {}), "data")
-    needed = {"vocab_size": AdditionTokenizer.vocab_size, "max_length": 3 * data.digits + 3}
-    config = tree.build(TrainConfig, tree.merge({"model": needed}, mapping))
-    for name, low in needed.items():
-        if getattr(config.model, name) < low:
-            raise ConfigError(
-                f"model.{name} must be at least {low} for the data, got "
-                f"{getattr(config.model, name)}"
-            )
-    return config
+    return task_of(mapping).config_from(mapping)
 
 
-def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    """Command-line words "--field value" or "--field=value" as nested mappings.
+def parse_overrides(words: Sequence[str], config: type) -> dict[str, Any]:
+    """Command-line words "--field value" or "--field=value" for a `config`, as nested mappings.
 
     A field is its dotted path or its last name where that is unique; hyphens and underscores are
     alike. Raises ConfigError for an unknown or ambiguous field, a missing value, a stray word.
     """
-    known = list(tree.leaves(TrainConfig))
+    known = list(tree.leaves(config))
     mapping: dict[str, Any] = {}
     words = list(words)
     while words:
@@ -237,7 +269,7 @@ def resolve(name: str, known: Sequence[str]) -> str:
     raise ConfigError(tree.unknown(name, names))
 
 
-def save_config(config: TrainConfig, path: Path) -> None:
+def save_config(config: RunConfig, path: Path) -> None:
     """Write the full tree as YAML; `load_config` reads it back equal."""
     yaml = need("yaml", "recipes")
     write_text(path, yaml.safe_dump(tree.to_dict(config), sort_keys=False, allow_unicode=True))

@@ -28,6 +28,8 @@ class DepthLaw:
     low: smallest number of turns.
     high: largest number of turns.
     stratified: spread the depths of a step's micro-batches over the law.
+    curriculum_start: mean number of turns at the first step, where there is a curriculum.
+    curriculum_steps: steps over which the mean rises linearly to that of the law; 0 for none.
 
     "lognormal" is exp(mu + sigma z), z standard normal, rounded to the nearest integer and then
     clipped to [low, high]. (Rounding is what the published code does; mu 1.7, sigma 0.4, [1, 16]
@@ -36,6 +38,9 @@ class DepthLaw:
 
     With `stratified` the micro-batches of one step get depths from different strata of the law,
     so that a step's mean depth varies less; each one alone still follows the law exactly.
+
+    A curriculum multiplies the depths by mean(step) / mean, rounds up or down at random so that
+    their mean is kept, and clips to [low, high].
 
     Raises ValueError that names the first field that is out of range.
     """
@@ -48,6 +53,8 @@ class DepthLaw:
     low: int = 1
     high: int = 16
     stratified: bool = False
+    curriculum_start: float = 1.0
+    curriculum_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.law not in LAWS:
@@ -62,6 +69,11 @@ class DepthLaw:
             number = getattr(self, name)
             if not (math.isfinite(number) and number > 0):
                 raise ValueError(f"{name} must be positive and finite, got {number!r}")
+        check_integer("curriculum_steps", self.curriculum_steps, 0)
+        if self.curriculum_steps and self.law == "fixed":
+            raise ValueError("curriculum_steps must be 0 for a fixed law")
+        if not 1.0 <= self.curriculum_start < math.inf:
+            raise ValueError(f"curriculum_start must be at least 1, got {self.curriculum_start!r}")
         if self.law == "fixed" and not self.low <= self.value <= self.high:
             raise ValueError(
                 f"value must be in [low, high] = [{self.low}, {self.high}], got {self.value}"
@@ -93,6 +105,28 @@ class DepthLaw:
         """Exact mean of the clipped law, in turns."""
         return float(1 + np.sum(1 - self._cumulative[1:]))
 
+    def _shrink(self, step: int) -> float:
+        """What the curriculum multiplies the depths of `step` by, at most 1."""
+        if step >= self.curriculum_steps:
+            return 1.0
+        mean = self.mean()
+        start = min(self.curriculum_start, mean)
+        return (start + (mean - start) * step / self.curriculum_steps) / mean
+
+    def chances(self, step: int) -> list[tuple[int, float]]:
+        """The possible depths of `step` with their probabilities."""
+        if self.law == "fixed":
+            return [(self.value, 1.0)]
+        shrink = self._shrink(step)
+        found: dict[int, float] = {}
+        for depth in range(self.low, self.high + 1):
+            whole, part = divmod(depth * shrink, 1.0)
+            for turns, share in ((int(whole), 1.0 - part), (int(whole) + 1, part)):
+                if share > 0:
+                    turns = min(max(turns, self.low), self.high)
+                    found[turns] = found.get(turns, 0.0) + share * self.pmf(depth)
+        return sorted(found.items())
+
     def quantile(self, u: float) -> int:
         """Smallest depth with P(depth' <= depth) > u, for u in [0, 1).
 
@@ -121,4 +155,8 @@ class DepthLaw:
         u = rng.random(window)
         if self.stratified:
             u = (rng.permutation(window) + u) / window
-        return self.quantile(float(u[micro]))
+        depth = self.quantile(float(u[micro]))
+        shrink = self._shrink(step)
+        if shrink < 1.0:
+            depth = int(math.floor(depth * shrink + rng.random(window)[micro]))
+        return min(max(depth, self.low), self.high)

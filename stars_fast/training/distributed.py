@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +16,26 @@ from stars_fast.training.tree import ConfigError
 
 @dataclass(frozen=True)
 class World:
-    """This process among those of the run: its rank, their number, its device."""
+    """This process among those of the run: its rank, their number, its device.
+
+    local_rank, local_size: the same among the processes of its machine; by default it is alone.
+    """
 
     rank: int
     size: int
     device: torch.device
+    local_rank: int = 0
+    local_size: int = 1
 
     @property
     def first(self) -> bool:
         """True on the process that writes files and speaks."""
         return self.rank == 0
+
+    @property
+    def local_first(self) -> bool:
+        """True on the one process of each machine that writes what a machine needs once."""
+        return self.local_rank == 0
 
     def sum_(self, values: Tensor) -> Tensor:
         """`values` summed over the processes, in place."""
@@ -41,6 +51,14 @@ class World:
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed)
 
+    def total(self, values: Sequence[int]) -> list[int]:
+        """`values` summed over the processes, on the host without waiting for a device."""
+        if self.size == 1:
+            return list(values)
+        sums = torch.tensor(values)
+        dist.all_reduce(sums)
+        return sums.tolist()
+
     def from_first(self, value: Any) -> Any:
         """The `value` of the first process, on all."""
         if self.size == 1:
@@ -55,33 +73,50 @@ class World:
             dist.barrier()
 
 
+def join(kind: str, alone: bool = False) -> None:
+    """Join the group that torchrun's environment describes, or with `alone` make one of this
+    process. With CUDA it has a part for the host, which agrees on things without a device."""
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    if alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend)
+
+
 @contextmanager
 def processes(device: str = "auto") -> Iterator[World]:
     """Join the process group that torchrun's environment describes, and leave it at the end.
 
     `device` is "auto" (CUDA where there is one), "cpu" or "cuda"; with CUDA each process of a
-    machine takes the device of its local rank. Raises ConfigError for "cuda" without one.
+    machine takes the device of its local rank. Without torchrun the process is alone and joins
+    nothing; a group that is made meanwhile is left too. Raises ConfigError for "cuda" without one,
+    and for more processes on a machine than devices.
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise ConfigError("train.device is cuda but PyTorch sees no CUDA device")
     kind = "cuda" if has_cuda and device != "cpu" else "cpu"
     size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if kind == "cuda" and local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"torchrun's --nproc-per-node must be at most the number of CUDA devices, "
+            f"{torch.cuda.device_count()}, got {local_size}"
+        )
     here = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(here)
-    if size == 1:
-        yield World(0, 1, here)
-        return
     joined = not dist.is_initialized()
-    if joined:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    if joined and size > 1:
+        join(kind)
     try:
-        yield World(dist.get_rank(), size, here)
+        rank = dist.get_rank() if size > 1 else 0
+        yield World(rank, size, here, local, local_size)
     finally:
-        # A Gloo thread may still be letting go of the last collective, for which it needs the
-        # interpreter's lock. The group's end waits for its threads and holds that lock: without
-        # this pause, in which the lock is free, a process now and then never ends.
-        time.sleep(0.2)
-        if joined:
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            # A Gloo thread may still be letting go of the last collective, for which it needs the
+            # interpreter's lock. The group's end waits for its threads and holds that lock: without
+            # this pause, in which the lock is free, a process now and then never ends.
+            time.sleep(0.2)
+            if joined:
+                dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Token cross entropy on supervised positions, and the step between adjacent states."""
+"""The token loss of a head that is called, and the step between adjacent states."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -6,6 +6,8 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stars_fast.rows import Rows
 
 
 def token_loss(
@@ -21,13 +23,15 @@ def token_loss(
     return F.cross_entropy(logits, labels, reduction="sum")
 
 
-def adjacent_l2(states: Sequence[Tensor], mask: Tensor | None = None) -> Tensor:
+def adjacent_l2(
+    states: Sequence[Tensor], mask: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Mean of (h^(t+1) - h^(t))^2 over adjacent states, samples, real tokens and width, a scalar.
 
-    `states` are two or more tensors [B, S, D]; `mask` [B, S] is True at real tokens. Each sample
-    counts alike, whatever its length.
+    `states` are two or more tensors [B, S, D]; `mask` [B, S] is True at real tokens, or
+    `cu_seqlens` [n + 1] bounds the documents of one row. Each sample counts alike, whatever its
+    length.
     """
-    steps = torch.stack([(after - before).square().mean(-1) for before, after in pairwise(states)])
-    if mask is None:
-        return steps.mean()
-    return ((steps * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+    rows = Rows.of(states[0], mask, cu_seqlens)
+    steps = [rows.mean_square(after - before, "sample") for before, after in pairwise(states)]
+    return torch.stack(steps).mean()

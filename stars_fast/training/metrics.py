@@ -1,9 +1,11 @@
 """Metrics of a run: summed on the device between log steps, written as one JSON line each."""
 
 import json
-import math
 import os
+import resource
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +13,44 @@ import torch
 
 from stars_fast.training.durable import write_text
 from stars_fast.training.step import Plan, StepStats
+from stars_fast.training.trackers import Tracker
 
 
 class Meter:
     """Sums of the steps since the last line, on the device; one transfer a line.
 
-    Steps that were not finite count as skipped and enter no mean.
+    Steps that were not finite count as skipped and enter no mean. `peak` is what the device can do,
+    in floating-point operations a second, None if that is not known.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.totals = torch.zeros(2, device=device, dtype=torch.float64)  # tokens, skipped
-        self.streak = torch.zeros((), device=device, dtype=torch.int64)
+    def __init__(self, device: torch.device, peak: float | None = None) -> None:
+        self.peak = peak
+        self.tokens = 0
+        self.skipped = torch.zeros((), device=device, dtype=torch.float64)
+        self.streak = torch.zeros((), device=device, dtype=torch.float64)
         self._clear()
 
     def _clear(self) -> None:
-        # finite steps, finite steps with a penalty; loss, penalty, grad_norm over those; tokens
-        self.sums = torch.zeros(6, device=self.totals.device, dtype=torch.float64)
+        # finite steps, finite steps with a penalty; loss, penalty, grad_norm over those
+        self.sums = torch.zeros(5, device=self.skipped.device, dtype=torch.float64)
         self.turns: list[int] = []
+        self.since_tokens = 0
+        self.flops = 0.0
         self.since = time.perf_counter()
 
-    def add(self, stats: StepStats, plan: Plan) -> None:
-        """Add one step; nothing waits for the device."""
+    def add(self, stats: StepStats, plan: Plan, flops: float = 0.0) -> None:
+        """Add one step, which took so many floating-point operations here; nothing waits for the
+        device."""
         one = stats.finite.double()
         penalised = one if plan.weight else torch.zeros_like(one)
         values = torch.stack([stats.loss, stats.penalty, stats.grad_norm]).double()
         values = torch.where(stats.finite, values, 0.0)
-        tokens = stats.tokens.double()
-        self.sums += torch.cat([torch.stack([one, penalised]), values, tokens[None]])
-        self.totals += torch.stack([tokens, 1.0 - one])
-        self.streak = torch.where(stats.finite, 0, self.streak + 1)
+        self.sums += torch.cat([torch.stack([one, penalised]), values])
+        self.skipped += 1.0 - one
+        self.streak = torch.where(stats.finite, 0.0, self.streak + 1.0)
+        self.tokens += stats.tokens
+        self.since_tokens += stats.tokens
+        self.flops += flops
         self.turns += plan.turns
 
     def line(self, plan: Plan) -> tuple[dict[str, Any], int]:
@@ -47,8 +58,9 @@ class Meter:
 
         Means over the finite steps; None where there is none. Waits for the device.
         """
-        read = torch.cat([self.sums, self.totals, self.streak.double()[None]]).tolist()
-        steps, penalised, loss, penalty, norm, tokens, all_tokens, skipped, streak = read
+        read = torch.cat([self.sums, self.skipped[None], self.streak[None]]).tolist()
+        steps, penalised, loss, penalty, norm, skipped, streak = read
+        seconds = time.perf_counter() - self.since
         row = {
             "step": plan.step + 1,
             "loss": loss / steps if steps else None,
@@ -57,8 +69,10 @@ class Meter:
             "depth": sum(self.turns) / len(self.turns),
             "lr": plan.lr,
             "grad_norm": norm / steps if steps else None,
-            "tokens_per_second": tokens / (time.perf_counter() - self.since),
-            "tokens": int(all_tokens),
+            "tokens_per_second": self.since_tokens / seconds,
+            "mfu": self.flops / seconds / self.peak if self.peak else None,
+            "memory_gib": peak_memory(self.skipped.device) / 2**30,
+            "tokens": self.tokens,
             "skipped": int(skipped),
         }
         self._clear()
@@ -72,58 +86,55 @@ class Meter:
         """Everything between two lines, for the checkpoint. Waits for the device."""
         return {
             "sums": self.sums.cpu(),
-            "totals": self.totals.cpu(),
+            "skipped": self.skipped.cpu(),
+            "tokens": self.tokens,
             "turns": list(self.turns),
+            "since_tokens": self.since_tokens,
+            "flops": self.flops,
             "seconds": time.perf_counter() - self.since,
         }
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; the row of non-finite steps starts anew."""
         self.sums.copy_(state["sums"])
-        self.totals.copy_(state["totals"])
+        self.skipped.copy_(state["skipped"])
+        self.tokens = state["tokens"]
         self.turns = list(state["turns"])
+        self.since_tokens = state["since_tokens"]
+        self.flops = state["flops"]
         self.since = time.perf_counter() - state["seconds"]
 
 
 class MetricsLog:
-    """metrics.jsonl, one line a log step, flushed; TensorBoard events beside it if asked.
+    """metrics.jsonl, one line a log step, flushed, and the trackers that were asked for.
 
     On a resumed run lines after `step` are dropped first: those steps are run again.
     """
 
-    def __init__(self, path: Path, step: int, tensorboard: Path | None = None) -> None:
+    def __init__(self, path: Path, step: int, trackers: Sequence[Tracker] = ()) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a")
-        self._events = _tensorboard(tensorboard, step) if tensorboard else None
-
-    @property
-    def has_tensorboard(self) -> bool:
-        """Whether TensorBoard events are written."""
-        return self._events is not None
+        self._trackers = trackers
 
     def write(self, row: dict[str, Any]) -> None:
         """Write one line."""
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name, value in row.items():
-                if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                    self._events.add_scalar(name, value, row["step"])
-            for turns, accuracy in row.get("accuracy", {}).items():
-                self._events.add_scalar(f"accuracy/{turns}", accuracy, row["step"])
+        for tracker in self._trackers:
+            tracker.log(row, row["step"])
 
     def sync(self) -> None:
         """Flush the lines to the disk."""
         os.fsync(self._file.fileno())
-        if self._events is not None:
-            self._events.flush()
+        for tracker in self._trackers:
+            tracker.flush()
 
     def close(self) -> None:
-        """Close the file and the events."""
+        """Close the file and the trackers."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -137,10 +148,26 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _tensorboard(folder: Path, step: int) -> Any:
-    """A writer of TensorBoard events, None if TensorBoard is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process held at most: on the GPU in tensors, on the CPU in all."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return used if sys.platform == "darwin" else used * 1024
+
+
+# Dense bf16 operations a second, from NVIDIA's data sheets, by a part of the device's name; the
+# first that fits.
+_PEAKS = {
+    "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
+    "H800": 989e12, "H200": 989e12, "H20": 148e12, "GH200": 989e12, "B200": 2250e12,
+    "L40S": 362e12, "A40": 150e12, "A6000": 155e12,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """What `device` can do in bf16, operations a second; None if not known or not computing so."""
+    if device.type != "cuda" or precision == "float32":
         return None
-    return SummaryWriter(str(folder), purge_step=step + 1)
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in _PEAKS.items() if part in name), None)

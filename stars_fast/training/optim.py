@@ -2,10 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from stars_fast.training.rounding import rounding_adamw, rounding_step
 
 
 @dataclass
@@ -16,10 +18,13 @@ class OptimConfig:
     betas: AdamW's two decay rates of its averages. eps: AdamW's epsilon.
     weight_decay: decoupled decay, on parameters with two or more dimensions.
     schedule: cosine (warm-up, then a half cosine) or wsd (warm-up, stable, linear decay).
-    warmup_steps: steps of linear warm-up; the first step already moves.
-    decay_steps: length of wsd's decay at the end of the run.
+    warmup_steps: steps of linear warm-up, or below 1 a fraction of the run; the first step already
+        moves.
+    decay_steps: length of wsd's decay at the end of the run, in steps or below 1 as a fraction.
     min_lr_ratio: learning rate of the last step over lr.
     clip: largest gradient norm, none for no limit.
+    stochastic_rounding: round weights kept in bf16 up or down at random, right on average, with
+        torchao's AdamW; for precision bfloat16.
     """
 
     lr: float = 1e-3
@@ -27,10 +32,11 @@ class OptimConfig:
     eps: float = 1e-8
     weight_decay: float = 0.01
     schedule: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int = 0
+    warmup_steps: float = 0
+    decay_steps: float = 0
     min_lr_ratio: float = 0.0
     clip: float | None = 1.0
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "wsd"):
@@ -40,6 +46,13 @@ class OptimConfig:
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "decay_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("warmup_steps", "decay_steps"):
+            value = getattr(self, name)
+            if value > 1 and value != int(value):
+                raise ValueError(
+                    f"{name} must be a whole number of steps, or a fraction of the run below 1, "
+                    f"got {value}"
+                )
         if not 0.0 <= self.min_lr_ratio <= 1.0:
             raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
         if self.clip is not None and self.clip <= 0:
@@ -51,51 +64,73 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
     Warm-up over w steps: lr (step + 1) / w. Then, with m = min_lr_ratio:
     cosine: lr (m + (1 - m) (1 + cos(pi p)) / 2), p from 0 at step w to 1 at the last step;
-    wsd: lr, and over the last d = decay_steps steps lr (1 - (1 - m) q), q = 1/d, 2/d, ..., 1.
+    wsd: lr, and over the last d steps lr (1 - (1 - m) q), q = 1/d, 2/d, ..., 1.
+    w = warmup_steps and d = decay_steps, or the nearest whole number to a fraction's steps.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    warmup = _whole(config.warmup_steps, steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     if config.schedule == "cosine":
-        progress = (step - config.warmup_steps) / max(steps - 1 - config.warmup_steps, 1)
+        progress = (step - warmup) / max(steps - 1 - warmup, 1)
         fall = (1.0 - math.cos(math.pi * min(progress, 1.0))) / 2.0
     else:
-        into = step - (steps - config.decay_steps) + 1
-        fall = min(max(into / max(config.decay_steps, 1), 0.0), 1.0) if config.decay_steps else 0.0
+        decay = _whole(config.decay_steps, steps)
+        into = step - (steps - decay) + 1
+        fall = min(max(into / decay, 0.0), 1.0) if decay else 0.0
     return config.lr * (1.0 - (1.0 - config.min_lr_ratio) * fall)
 
 
-def make_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.AdamW:
-    """AdamW over the parameters of `module` that require a gradient, in two groups by decay."""
+def _whole(length: float, steps: int) -> int:
+    return round(length * steps) if length < 1 else int(length)
+
+
+def make_optimizer(config: OptimConfig, module: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over the parameters of `module` that require a gradient, in two groups by decay.
+
+    Parameters may be shards of fsdp and hsdp.
+
+    Raises:
+        ConfigError: `stochastic_rounding` without torchao, or for weights that are not all bf16.
+    """
     params = [p for p in module.parameters() if p.requires_grad]
     matrices = [p for p in params if p.dim() >= 2]
     others = [p for p in params if p.dim() < 2]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]]
     beta1, beta2 = config.betas
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(beta1, beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    options: dict[str, Any] = {"lr": config.lr, "betas": (beta1, beta2), "eps": config.eps}
+    if config.stochastic_rounding:
+        return rounding_adamw(groups, options)
+    return torch.optim.AdamW(groups, **options, fused=True)
 
 
 def gradient_norm(module: nn.Module, clip: float | None) -> Tensor:
-    """The norm of all gradients of `module`, a scalar on the device; scaled down to `clip`."""
-    if clip is None:
-        return nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-    return nn.utils.clip_grad_norm_(module.parameters(), clip)
+    """The norm of all gradients of `module`, a scalar on their device; scaled down to `clip`.
+
+    Gradients may be shards: the norm is that of the whole, the same on every process.
+    """
+    norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
+        norm = norm.full_tensor()
+    if clip is not None:
+        nn.utils.clip_grads_with_norm_(module.parameters(), clip, norm)
+    return norm
 
 
 def step_if(optimizer: torch.optim.Optimizer, finite: Tensor, lr: float) -> None:
-    """One optimiser step at `lr` if the scalar bool `finite`, else none, decided on the device.
+    """One optimiser step at `lr` if the scalar bool `finite`, else none.
 
-    `found_inf` is the attribute through which `torch.amp.GradScaler` tells a fused optimiser to
-    leave weights, averages and step counts alone; here there is no scale beside it.
+    PyTorch's AdamW decides on the device: `found_inf` is the attribute through which
+    `torch.amp.GradScaler` tells a fused optimiser to leave weights, averages and step counts alone;
+    here there is no scale beside it. torchao's has no such thing: the host waits for `finite`.
     """
+    if not isinstance(optimizer, torch.optim.AdamW):
+        if finite:
+            rounding_step(optimizer, lr, finite.device)
+        return
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]

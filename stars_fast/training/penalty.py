@@ -1,8 +1,7 @@
 """The penalty of a step: its settings, the schedule of its weight, and the weighted sum.
 
 The objective is the paper's `(1 - lambda) L + lambda R` (main text) or `L + lambda R`
-(Algorithm 1). R is the Jacobian penalty at h^(t), which takes one further application of the
-block, or the L2 step between adjacent states.
+(Algorithm 1). R is the Jacobian penalty (`jacobian.py`), or the L2 step between adjacent states.
 """
 
 from dataclasses import dataclass
@@ -21,7 +20,11 @@ class PenaltyConfig:
     ramp_steps: steps over which lambda rises linearly to weight.
     normalize: v has unit norm per sample, or over the whole micro-batch as in the published code.
     power_steps: applications of the Jacobian; 1 as in the paper.
-    detach: stop the penalty's gradient at h^(t).
+    detach: stop the penalty's gradient at the state where the Jacobian is taken.
+    at: next for the Jacobian at h^(t), one further turn, as in the paper; last for that at h^(t-1),
+        which shares the last turn's pass and costs less, with detach false.
+    fraction: of the samples of each micro-batch, drawn anew each time, that the Jacobian penalty is
+        taken of; unbiased.
     """
 
     weight: float = 0.1
@@ -31,17 +34,27 @@ class PenaltyConfig:
     normalize: Literal["sample", "batch"] = "sample"
     power_steps: int = 1
     detach: bool = True
+    at: Literal["next", "last"] = "next"
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         for name, choices in (
             ("weighting", ("convex", "additive")),
             ("normalize", ("sample", "batch")),
+            ("at", ("next", "last")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         for name, low in (("start_step", 0), ("ramp_steps", 0), ("power_steps", 1)):
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0.0 < self.fraction <= 1.0:
+            raise ValueError(f"fraction must be in (0, 1], got {self.fraction}")
+        if self.at == "last" and self.detach:
+            raise ValueError(
+                "detach must be false with at=last: one pass can't cut the state off for the "
+                "penalty and keep it connected for the token loss"
+            )
         if self.weight < 0 or (self.weighting == "convex" and self.weight > 1):
             raise ValueError(
                 f"weight must be >= 0, and <= 1 with convex weighting, got {self.weight}"

@@ -4,17 +4,21 @@ import sys
 import time
 from typing import Any
 
-from stars_fast.data.addition import AdditionConfig
-from stars_fast.models.looped import LoopedLM
-from stars_fast.training.config import TrainConfig
+from torch import nn
+
+from stars_fast.training.config import RunConfig
 from stars_fast.training.cost import RemainingTime, relative_cost
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def banner(config: TrainConfig, model: LoopedLM, window_tokens: int, rest: float) -> str:
-    """The run in one line: method, size, tokens a step, depth law, expected cost over SFT."""
+def banner(config: RunConfig, model: nn.Module, batch: str, rest: float) -> str:
+    """The run in one line: method, size, tokens a step, depth law, expected cost over SFT.
+
+    `batch` says what a step is made of.
+    """
     size = sum(p.numel() for p in model.parameters())
+    shown = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.2f} M"
     depth = config.depth
     law = (
         f"{depth.value} turns"
@@ -26,10 +30,9 @@ def banner(config: TrainConfig, model: LoopedLM, window_tokens: int, rest: float
         start = config.penalty.start_step
         penalty = f", lambda {config.penalty.weight:g}" + (f" from step {start}" if start else "")
     return (
-        f"{config.name}: {config.method}, {type(model).__name__} with {size / 1e6:.2f} M "
-        f"parameters, {config.train.batch_size} {_samples(config.data)} = {window_tokens:,} tokens "
-        f"a step, {law}{penalty}, expected cost {relative_cost(config, rest):.2f} x SFT at "
-        f"{config.train.reference_turns} turns"
+        f"{config.name}: {config.method}, {type(model).__name__} with {shown} parameters, {batch} "
+        f"a step, {config.train.total_steps:,} steps, {law}{penalty}, {config.precision}, expected "
+        f"cost {relative_cost(config, rest):.2f} x SFT at {config.train.reference_turns} turns"
     )
 
 
@@ -39,9 +42,9 @@ class Progress:
     The remaining time follows the depth of each step: see `RemainingTime`.
     """
 
-    def __init__(self, config: TrainConfig, step: int, rest: float, speaks: bool) -> None:
+    def __init__(self, config: RunConfig, step: int, rest: float, speaks: bool) -> None:
         self.speaks = speaks
-        self.steps = config.train.steps
+        self.steps = config.train.total_steps
         self.remaining = RemainingTime(config, rest)
         self.clock = time.perf_counter()
         self.last_line = self.clock
@@ -93,6 +96,9 @@ def summary(row: dict[str, Any]) -> str:
         f"grad {_number(row['grad_norm'])}",
         f"{row['tokens_per_second']:,.0f} tok/s",
     ]
+    if row["mfu"] is not None:
+        parts.append(f"mfu {row['mfu']:.1%}")
+    parts.append(f"{row['memory_gib']:.1f} GiB")
     if row["skipped"]:
         parts.append(f"skipped {row['skipped']}")
     return " ".join(parts)
@@ -110,10 +116,6 @@ def duration(seconds: float) -> str:
 
 def _number(value: float | None) -> str:
     return "non-finite" if value is None else f"{value:.4g}"
-
-
-def _samples(data: AdditionConfig) -> str:
-    return f"{data.digits}-digit sums"
 
 
 def _bar(steps: int, step: int) -> Any:

@@ -12,12 +12,12 @@ import torch
 import stars_fast
 from stars_fast.training import tree
 from stars_fast.training.checkpoint import checkpoints, latest
-from stars_fast.training.config import TrainConfig, load_config, save_config
+from stars_fast.training.config import RunConfig, load_config, save_config
 from stars_fast.training.durable import write_text
 from stars_fast.training.metrics import read_metrics
 from stars_fast.training.tree import ConfigError
 
-_MAY_CHANGE = {
+MAY_CHANGE = {
     "name",
     "description",
     "out",
@@ -29,12 +29,21 @@ _MAY_CHANGE = {
     "train.reference_turns",
     "train.device",
     "train.threads",
-    "train.tensorboard",
-    "eval.turns",
-    "eval.limit",
-    "eval.every",
+    "train.epochs",
+    "train.prefetch",
+    "train.report_to",
+    "train.project",
+    "data.cache",
+    "data.workers",
+    "parallel.kind",
+    "parallel.shard",
+    "parallel.reshard",
+    "memory.recompute",
+    "memory.budget",
 }
-"""Fields that a resumed run may set anew; any other would make it another run."""
+MAY_CHANGE_SECTION = "eval."
+
+"""Fields that a resumed run may set anew, and a section; any other would make it another run."""
 
 
 class RunFolder:
@@ -49,7 +58,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
 
-    def refusal(self, config: TrainConfig, resume: bool) -> str | None:
+    def refusal(self, config: RunConfig, resume: bool) -> str | None:
         """Why `config` cannot be run here, or None if it can."""
         try:
             if not self.path.exists() or not any(self.path.iterdir()):
@@ -68,12 +77,16 @@ class RunFolder:
                 f"{self.path} went past its first checkpoint and holds none, so its run can't "
                 f"continue; start anew in another folder with --out"
             )
+        if (task := load_config(str(self.config)).task) != config.task:
+            return f"cannot resume {self.path} as another run: task was {task} and is {config.task}"
         before = tree.flatten(tree.to_dict(load_config(str(self.config))))
         now = tree.flatten(tree.to_dict(config))
         changed = [
             f"{name} was {before[name]} and is {now[name]}"
             for name in now
-            if name not in _MAY_CHANGE and before[name] != now[name]
+            if before[name] != now[name]
+            and name not in MAY_CHANGE
+            and not name.startswith(MAY_CHANGE_SECTION)
         ]
         if changed:
             return f"cannot resume {self.path} as another run: " + "; ".join(changed)
@@ -84,7 +97,7 @@ class RunFolder:
         rows = read_metrics(self.metrics) if self.metrics.exists() else []
         return bool(rows) and (self.results.exists() or 0 < step < rows[-1]["step"])
 
-    def open(self, config: TrainConfig, world_size: int) -> None:
+    def open(self, config: RunConfig, world_size: int) -> None:
         """Create the folder, write the configuration, and note the start and its environment."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)

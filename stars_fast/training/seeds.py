@@ -3,7 +3,6 @@
 import hashlib
 
 import torch
-from torch import Tensor
 
 
 def derive(seed: int, *stream: int | str) -> int:
@@ -26,17 +25,3 @@ def seed_dropout(seed: int, step: int, micro: int, device: torch.device) -> None
         torch.cuda.manual_seed(value)
     else:
         torch.default_generator.manual_seed(value)
-
-
-def sample_noise(like: Tensor, seed: int, step: int, first: int) -> Tensor:
-    """Standard normal noise of the shape, dtype and device of `like`, [B, ...].
-
-    Row i is a function of (seed, step, first + i) alone, `first` being the place of row 0 in the
-    batch of the whole step: the same sample meets the same noise however the batch is split over
-    ranks and micro-batches, and whenever the run is resumed.
-    """
-    noise = torch.empty_like(like, requires_grad=False)
-    generator = torch.Generator(device=like.device)
-    for index, row in enumerate(noise.unbind(), first):
-        row.normal_(generator=generator.manual_seed(derive(seed, "noise", step, index)))
-    return noise

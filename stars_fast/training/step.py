@@ -4,26 +4,32 @@
                                       |                                            +-> loss
                                    h^(t) -> dual turn -> Jacobian penalty ---------+
 
+With `penalty.at` "last" the dual turn is the last of the turns.
+
 `StepLoss` is one micro-batch's share of the loss; `train_step` sums the shares of a window, over
 micro-batches and ranks, and moves the weights.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stars_fast.jsrr import fused_jsrr
-from stars_fast.models.looped import LoopedLM
 from stars_fast.training.batches import MicroBatch
-from stars_fast.training.config import TrainConfig
+from stars_fast.training.config import RunConfig
 from stars_fast.training.distributed import World
-from stars_fast.training.losses import adjacent_l2, token_loss
+from stars_fast.training.jacobian import penalty_at_last, penalty_at_next
+from stars_fast.training.loop import Loop
+from stars_fast.training.losses import adjacent_l2
+from stars_fast.training.memory import Activations, measure_activations
 from stars_fast.training.optim import gradient_norm, learning_rate, step_if
-from stars_fast.training.seeds import derive, sample_noise, seed_dropout
-from stars_fast.training.turns import run_turns
+from stars_fast.training.parallel import gradient_sync
+from stars_fast.training.precision import autocast
+from stars_fast.training.seeds import derive, seed_dropout
+from stars_fast.training.turns import KEEP_ALL, Block, Recompute, by_layer, run_turns
 
 
 class Plan(NamedTuple):
@@ -39,62 +45,109 @@ class StepStats(NamedTuple):
     """What a step did, as scalars on the device, equal on every rank.
 
     loss: token loss per supervised token. penalty: mean over samples, 0 without one. grad_norm:
-    before clipping. tokens: real tokens. finite: whether the weights moved.
+    before clipping. finite: whether the weights moved. tokens: real tokens, known on the host.
     """
 
     loss: Tensor
     penalty: Tensor
     grad_norm: Tensor
-    tokens: Tensor
+    tokens: int
     finite: Tensor
 
 
 class StepLoss(nn.Module):
-    """The flow from tokens to the weighted loss; a module, so that data-parallel hooks fire.
+    """The flow from tokens to the weighted loss.
 
-    Of `model` it uses `prelude`, `block`, `coda` and `head`.
+    A module, so that data-parallel hooks fire, and sharded weights are there while it runs; it runs
+    whatever it is called with: `step_loss(StepLoss.share, batch, plan, turns, tokens)`.
+
+    recompute: what is recomputed in the backward pass, by the number of turns and whether there is
+        a penalty.
     """
 
-    def __init__(self, model: LoopedLM, config: TrainConfig) -> None:
+    def __init__(self, loop: Loop, config: RunConfig) -> None:
         super().__init__()
-        self.model = model
+        self.loop = loop
         self.config = config
+        self.recompute: Callable[[int, bool], Recompute] = lambda turns, penalised: KEEP_ALL
 
-    def forward(
-        self, batch: MicroBatch, plan: Plan, turns: int, window_tokens: Tensor
+    def forward(self, do: Callable[..., Any], *args: Any) -> Any:
+        """`do(self, *args)`."""
+        return do(self, *args)
+
+    def share(
+        self, batch: MicroBatch, plan: Plan, turns: int, window_tokens: int
     ) -> tuple[Tensor, Tensor]:
         """The micro-batch's share of the step's loss, and of [token loss, penalty], no gradient.
 
         `window_tokens` is the number of supervised tokens of the whole window; summed over it the
         shares are the loss per supervised token and the penalty per sample.
         """
-        model, config = self.model, self.config
-        h = model.prelude(batch.tokens)
-        states = run_turns(model.block, h, turns, config.train.backprop_turns)
-        out = model.coda(states[-1])
-        loss = token_loss(model.head, out, batch.positions, batch.labels) / window_tokens
-        if plan.weight == 0.0:
-            return loss, torch.stack([loss.detach(), torch.zeros_like(loss)])
+        loop, config = self.loop, self.config
+        kind = config.penalised if plan.weight > 0 else None
+        recompute = self.recompute(turns, kind == "jacobian")
+        shares_last = kind == "jacobian" and config.penalty.at == "last"
+        kept = config.train.backprop_turns
 
-        if config.penalised == "l2":
-            penalty = adjacent_l2(states, batch.mask)
-        else:
-            v = sample_noise(states[-1], config.seed, plan.step, batch.first)
-            penalty = fused_jsrr(
-                model.block,
-                states[-1],
-                v=v,
-                mask=batch.mask,
-                power_steps=config.penalty.power_steps,
-                normalize=config.penalty.normalize,
-                detach=config.penalty.detach,
-            )
-        penalty = penalty * (len(batch.tokens) / config.train.batch_size)
-        total = config.penalty.combine(loss, penalty, plan.weight)
-        return total, torch.stack([loss.detach(), penalty.detach()])
+        h = self.start(batch)
+        turn = loop.turn(h, batch.samples)
+        states = run_turns(
+            turn,
+            h,
+            turns - shares_last,
+            None if kept is None else kept - shares_last,
+            recompute,
+            by_layer(turn, loop.model),
+        )
+        h = states[-1]
+        penalty = h.new_zeros((), dtype=torch.float32)
+        if shares_last:
+            h, penalty = penalty_at_last(loop, h, batch, config, plan.step, recompute)
+        elif kind == "jacobian":
+            penalty = penalty_at_next(loop, h, batch, config, plan.step, recompute)
+        elif kind == "l2":
+            penalty = adjacent_l2(states, batch.samples.mask, batch.samples.cu_seqlens)
+        loss = loop.token_loss(h, batch, window_tokens)
+        penalty = penalty * batch.share
+        shares = torch.stack([loss.detach(), penalty.detach()])
+        return (config.penalty.combine(loss, penalty, plan.weight) if kind else loss), shares
+
+    def measure(self, batch: MicroBatch) -> Activations:
+        """What the micro-batch keeps for the backward pass."""
+        loop, samples = self.loop, batch.samples
+        with torch.no_grad():
+            turn = loop.turn(self.start(batch), samples)
+
+        def dual(block: Block, h: Tensor) -> Tensor:
+            mask = None if samples.mask is None else samples.mask.to(h.device)
+            return fused_jsrr(block, h, mask=mask, cu_seqlens=samples.cu_seqlens)
+
+        measured = measure_activations(
+            loop.model,
+            lambda: self.start(batch),
+            turn,
+            lambda h: loop.token_loss(h, batch, 1),
+            dual if self.config.penalised == "jacobian" else None,
+            by_layer(turn, loop.model),
+        )
+        part = self.config.penalty.fraction
+        return measured._replace(
+            dual=round(part * measured.dual), dual_layer=round(part * measured.dual_layer)
+        )
+
+    def start(self, batch: MicroBatch) -> Tensor:
+        """h^(0) [B, S, D], in the dtype that the turns compute in."""
+        h = self.loop.prelude(batch.tokens)
+        return h.to(torch.bfloat16) if self.config.precision == "mixed" else h
 
 
-def plan_step(config: TrainConfig, step: int) -> Plan:
+def root_of(step_loss: nn.Module) -> nn.Module:
+    """The module to call outside of training steps: without the reduction of gradients, which would
+    wait for a backward pass, and with its weights gathered."""
+    return step_loss.module if isinstance(step_loss, DistributedDataParallel) else step_loss
+
+
+def plan_step(config: RunConfig, step: int) -> Plan:
     """The plan of `step`: a pure function of the configuration, the same on every rank."""
     window = config.train.accumulation
     seed = derive(config.seed, "depth")
@@ -102,42 +155,38 @@ def plan_step(config: TrainConfig, step: int) -> Plan:
         step=step,
         turns=[config.depth.sample(seed, step, micro, window) for micro in range(window)],
         weight=config.penalty_weight(step),
-        lr=learning_rate(config.optim, step, config.train.steps),
+        lr=learning_rate(config.optim, step, config.train.total_steps),
     )
 
 
-def _reduction(step_loss: nn.Module, now: bool) -> AbstractContextManager[None]:
-    """Data-parallel processes reduce their gradients once a window, with its last micro-batch."""
-    if isinstance(step_loss, DistributedDataParallel) and not now:
-        return step_loss.no_sync()
-    return nullcontext()
-
-
 def train_step(
-    step_loss: StepLoss | DistributedDataParallel,
+    step_loss: nn.Module,
     optimizer: torch.optim.Optimizer,
-    config: TrainConfig,
+    config: RunConfig,
     window: list[MicroBatch],
     plan: Plan,
     world: World,
 ) -> StepStats:
     """One optimiser step on the micro-batches `window` of this rank; nothing waits for the device.
 
-    A loss or gradient that is not finite leaves the weights, on every rank alike.
+    `step_loss` is a `StepLoss`, perhaps made parallel. A loss or gradient that is not finite leaves
+    the weights, on every rank alike.
     """
     supervised = sum(len(batch.labels) for batch in window)
-    window_tokens = world.sum_(torch.tensor(supervised, device=world.device)).clamp(min=1)
+    real = sum(batch.real_tokens for batch in window)
+    supervised, real = world.total([supervised, real])
     shares = torch.zeros(2, device=world.device)
     optimizer.zero_grad(set_to_none=True)
     for turns, batch in zip(plan.turns, window, strict=True):
         seed_dropout(config.seed, plan.step, batch.index, world.device)
-        with _reduction(step_loss, now=batch is window[-1]):
-            loss, share = step_loss(batch, plan, turns, window_tokens)
+        with gradient_sync(step_loss, now=batch is window[-1]):
+            with autocast(config.precision, world.device, config.parallel.sharded):
+                loss, share = step_loss(
+                    StepLoss.share, batch, plan, turns, max(supervised, 1))
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up
         shares = shares + share
-    real = torch.tensor([sum(batch.real_tokens for batch in window)], device=world.device)
-    sums = world.sum_(torch.cat([shares, real.to(shares.dtype)]))
+    shares = world.sum_(shares)
     norm = gradient_norm(step_loss, config.optim.clip)
-    finite = sums.isfinite().all() & norm.isfinite()
+    finite = shares.isfinite().all() & norm.isfinite()
     step_if(optimizer, finite, plan.lr)
-    return StepStats(sums[0], sums[1], norm, sums[2], finite)
+    return StepStats(shares[0], shares[1], norm, real, finite)

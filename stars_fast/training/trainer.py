@@ -1,31 +1,32 @@
 """The training loop: steps, metrics, checkpoints, resumption and the end of a run."""
 
-import math
 import signal
 import time
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
-from stars_fast.data.addition import AdditionData
-from stars_fast.evaluation.addition import evaluate
-from stars_fast.models.looped import LoopedLM
-from stars_fast.training.batches import Batches
-from stars_fast.training.checkpoint import latest, load_state, load_weights, save_checkpoint
+from stars_fast.training import tree
+from stars_fast.training.batches import Batches, MicroBatch, Prefetch
+from stars_fast.training.checkpoint import Checkpoints, latest
 from stars_fast.training.collapse import CollapseMonitor
-from stars_fast.training.config import TrainConfig, load_config
-from stars_fast.training.cost import outside_block
+from stars_fast.training.config import RunConfig, task_of
+from stars_fast.training.cost import step_cost
 from stars_fast.training.distributed import World, processes
 from stars_fast.training.interrupt import Interrupts
-from stars_fast.training.metrics import Meter, MetricsLog, read_metrics
+from stars_fast.training.memory import Choice, activation_budget, agree, choose
+from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.optim import make_optimizer
-from stars_fast.training.optional import need
+from stars_fast.training.parallel import parallelise
+from stars_fast.training.precision import autocast, rounding_warning
 from stars_fast.training.progress import Progress, banner
 from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.seeds import derive
-from stars_fast.training.step import Plan, StepLoss, plan_step, train_step
+from stars_fast.training.step import Plan, StepLoss, plan_step, root_of, train_step
+from stars_fast.training.task import Results, Task
+from stars_fast.training.trackers import open_trackers
 from stars_fast.training.tree import ConfigError
 
 
@@ -41,14 +42,13 @@ class Outcome(NamedTuple):
     signal: int
 
 
-def train(config: TrainConfig, resume: bool = False) -> Outcome:
+def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
     With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a
     folder that is not there yet begins. Raises ConfigError for a configuration or folder that
     cannot be used, TrainingFailure for a run that cannot recover.
     """
-    need("safetensors.torch", "checkpoints")
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with processes(config.train.device) as world:
@@ -56,23 +56,26 @@ def train(config: TrainConfig, resume: bool = False) -> Outcome:
         refusal = world.from_first(folder.refusal(config, resume) if world.first else None)
         if refusal:
             raise ConfigError(refusal)
-        trainer = Trainer(config, folder, world)
+        task: Task = task_of({"task": config.task}).Task(config, world)
+        trainer = Trainer(config, task, folder, world)
         if world.first:
             folder.open(config, world.size)
+            task.write(folder)
         return trainer.run()
 
 
 class Trainer:
     """One run: everything it holds, and the loop."""
 
-    def __init__(self, config: TrainConfig, folder: RunFolder, world: World) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, task: Task, folder: RunFolder, world: World) -> None:
+        self.task = task
         self.folder = folder
         self.world = world
         try:
-            self.data = AdditionData(config.data)
+            steps = config.train.resolved(len(task.source), world.size)
+            self.config = config = replace(config, train=steps)
             self.batches = Batches(
-                self.data,
+                task.source,
                 config.seed,
                 config.train.batch_size,
                 config.train.accumulation,
@@ -80,19 +83,49 @@ class Trainer:
                 world.size,
                 world.device,
             )
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"data: {error}") from error
-        self.model = make_model(config).to(world.device)
+        except ValueError as error:
+            raise ConfigError(f"train: {error}") from error
+        self.model = task.loop.model
+        loss = StepLoss(task.loop, config)
+        self.step_loss = parallelise(
+            loss, task.loop.layers, config.parallel, config.precision, world
+        )
         self.optimizer = make_optimizer(config.optim, self.model)
-        self.meter = Meter(world.device)
-        self.collapse = CollapseMonitor(math.log(config.model.vocab_size))
+        self.checkpoints = Checkpoints(folder.checkpoints, world, config.train.keep)
+        self.meter = Meter(world.device, peak_flops(world.device, config.precision))
+        self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
         self.processes = world.size
         self._load()
-        loss = StepLoss(self.model, config)
-        self.step_loss: StepLoss | DistributedDataParallel = loss
-        if world.size > 1:
-            self.step_loss = DistributedDataParallel(loss, gradient_as_bucket_view=True)
+        self.notes: list[str] = []
+        if config.memory.recompute != "none":
+            self._fit_memory(loss)
+
+    def _fit_memory(self, loss: StepLoss) -> None:
+        """Measure what a micro-batch keeps for the backward pass, and decide what is recomputed for
+        each number of turns."""
+        config, world = self.config, self.world
+        window = self.batches.window(0)
+        largest = max(window, key=lambda batch: batch.tokens.numel())
+        with autocast(config.precision, world.device, config.parallel.sharded):
+            measured = root_of(self.step_loss)(StepLoss.measure, largest)
+        # Later micro-batches may hold more tokens.
+        measured = measured.scaled(self.batches.most_tokens / largest.tokens.numel())
+        budget = activation_budget(config.memory, self.model, self.optimizer)
+        measured, budget = agree(measured, budget, world)
+        kept = config.train.backprop_turns
+
+        @cache
+        def choice(turns: int, penalised: bool) -> Choice:
+            shared = penalised and config.penalty.at == "last"
+            in_graph = turns if kept is None else min(turns, kept)
+            return choose(config.memory, measured, budget, in_graph - shared, penalised)
+
+        loss.recompute = lambda turns, penalised: choice(turns, penalised).recompute
+        penalised = config.penalised == "jacobian"
+        usual = round(config.depth.mean())
+        for turns in sorted({usual, config.depth.chances(config.train.total_steps)[-1][0]}):
+            self.notes.append(f"at {turns} turns {choice(turns, penalised).describe()}")
 
     def run(self) -> Outcome:
         """All remaining steps, then the evaluation and the figures."""
@@ -102,7 +135,9 @@ class Trainer:
                 stopped = self._loop(interrupts)
             if not stopped:
                 self._finish()
+            self.checkpoints.wait()
         finally:
+            self.windows.close()
             self.progress.close()
             if self.log is not None:
                 self.log.close()
@@ -111,13 +146,13 @@ class Trainer:
     def _loop(self, interrupts: Interrupts) -> int:
         """Steps until the end or a signal; the signal's number, 0 at the end."""
         train = self.config.train
-        while self.step < train.steps:
+        while self.step < train.total_steps:
             plan = plan_step(self.config, self.step)
-            window = self.batches.window(self.step)
+            window = self.windows.window(self.step)
             stats = train_step(
                 self.step_loss, self.optimizer, self.config, window, plan, self.world
             )
-            self.meter.add(stats, plan)
+            self.meter.add(stats, plan, self._flops(plan, window))
             self.step += 1
             self.progress.step(plan.step, sum(plan.turns) / len(plan.turns))
             if self._due(train.log_every) or self._evaluates():
@@ -126,6 +161,7 @@ class Trainer:
             if stopped or self._due(train.save_every):
                 self._save()
             if stopped:
+                self.checkpoints.wait()
                 name = signal.Signals(stopped).name
                 self.progress.say(
                     f"{name}: stopped after step {self.step}, saved; continue with "
@@ -136,12 +172,24 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, is due."""
-        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+        return self.step == self.config.train.total_steps or (every > 0 and self.step % every == 0)
 
     def _evaluates(self) -> bool:
         """Whether to evaluate after this step; the last step's evaluation is the run's."""
         every = self.config.eval.every
-        return every > 0 and self.step % every == 0 and self.step < self.config.train.steps
+        return every > 0 and self.step % every == 0 and self.step < self.config.train.total_steps
+
+    def _flops(self, plan: Plan, window: list[MicroBatch]) -> float:
+        """Operations that the step needs here, forward and backward; what is recomputed is not
+        needed."""
+        if self.meter.peak is None:
+            return 0.0
+        turns = [
+            self.task.loop.turn_flops(batch.samples.lengths(batch.tokens.shape[1]))
+            * step_cost(self.config, turns, plan.step, self.rest)
+            for turns, batch in zip(plan.turns, window, strict=True)
+        ]
+        return 3 * sum(turns)
 
     def _record(self, plan: Plan) -> None:
         """Write and show a line of metrics; stop a run that cannot recover."""
@@ -152,46 +200,40 @@ class Trainer:
         if warning:
             row["warning"] = warning
             self.progress.say(f"warning at step {self.step}: {warning}")
-        if self._evaluates() and self.config.eval.turns:
-            row["accuracy"] = self._accuracy()
+        if self._evaluates():
+            row |= self._evaluate(final=False)
         if self.log is not None:
             self.log.write(row)
         self.progress.show(row)
         if streak >= self.config.train.max_nonfinite:
             self._save()
+            self.checkpoints.wait()
             raise TrainingFailure(
                 f"stopped at step {self.step}: the loss or gradient of the last {streak} steps "
                 f"was not finite. The weights before them are saved in {self.folder.path}; a new "
                 f"run with a lower optim.lr or penalty.weight, or with optim.clip, may help"
             )
 
-    def _accuracy(self) -> dict[int, float]:
-        """Accuracy on unseen samples by number of turns, evaluated on the first process."""
-        accuracy = {}
-        if self.world.first:
-            turns = list(self.config.eval.turns)
-            accuracy = evaluate(self.model, self.data, turns, self.config.eval.limit)
+    def _evaluate(self, final: bool) -> Results:
+        """The task's figures; the time they take is not the steps'."""
+        results = self.task.evaluate(self.step_loss, self.step, final)
         self.world.wait()
         self.progress.pause()
         self.meter.restart_clock()
-        return accuracy
+        return results
 
     def _save(self) -> None:
-        """A checkpoint of this step, written by the first process."""
+        """A checkpoint of this step, written while the steps go on."""
         start = time.perf_counter()
-        if self.world.first:
-            assert self.log is not None
+        if self.log is not None:
             self.log.sync()
-            state = {
-                "step": self.step,
-                "optimizer": self.optimizer.state_dict(),
-                "meter": self.meter.state(),
-                "collapse": self.collapse.state(),
-                "processes": self.world.size,
-            }
-            keep = self.config.train.keep
-            save_checkpoint(self.folder.checkpoints, self.step, self.model, state, keep)
-        self.world.wait()
+        state = {
+            "step": self.step,
+            "meter": self.meter.state(),
+            "collapse": self.collapse.state(),
+            "processes": self.world.size,
+        }
+        self.checkpoints.save(self.step, self.model, self.optimizer, state)
         self.progress.pause()
         self.meter.since += time.perf_counter() - start  # tokens/s is that of the steps
 
@@ -200,94 +242,92 @@ class Trainer:
         checkpoint = self.world.from_first(latest(self.folder.checkpoints))
         if checkpoint is None:
             return
-        load_weights(checkpoint, self.model)
-        state = load_state(checkpoint)
-        self.optimizer.load_state_dict(state["optimizer"])
+        state = self.checkpoints.load(checkpoint, self.model, self.optimizer)
         self.meter.load(state["meter"])
         self.collapse.load(state["collapse"])
         self.step = state["step"]
         self.processes = state["processes"]
 
     def _greet(self) -> None:
-        """Open the metrics and the progress bar, and say what runs."""
-        first = self.world.first
-        train = self.config.train
-        window = self.batches.window(0)
-        share = sum(len(batch.labels) for batch in window) / sum(
-            batch.tokens.numel() for batch in window
+        """Open the metrics, the data and the progress bar, and say what runs."""
+        first, config, train = self.world.first, self.config, self.config.train
+        window = self.batches.host_window(0)
+        supervised, places, tokens = self.world.total(
+            [
+                sum(len(batch.labels) for batch in window),
+                sum(batch.tokens.numel() for batch in window),
+                sum(batch.real_tokens for batch in window),
+            ]
         )
-        tokens = sum(batch.real_tokens for batch in window) * self.world.size
-        rest = outside_block(self.model, share)
-        self.progress = Progress(self.config, self.step, rest, first)
-        self.progress.say(banner(self.config, self.model, tokens, rest))
-        events = self.folder.tensorboard if train.tensorboard else None
-        self.log = MetricsLog(self.folder.metrics, self.step, events) if first else None
-        if self.log is not None and train.tensorboard and not self.log.has_tensorboard:
-            self.progress.say("TensorBoard is not installed; metrics go to metrics.jsonl alone")
+        self.rest = self.task.loop.outside_block(supervised / places)
+        self.progress = Progress(config, self.step, self.rest, first)
+        batch = self.task.describe(window[0].step_samples, tokens)
+        self.progress.say(banner(config, self.model, batch, self.rest))
+        self.log = self._open_log() if first else None
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
         start = f"continues after step {self.step}" if self.step else "starts"
         self.progress.say(f"run folder {where}; {start}")
-        if self.processes != self.world.size:
-            self.progress.say(
-                f"warning: the checkpoint is of {self.processes} processes and "
-                f"{self.world.size} go on: the same samples and depths, but not bit for bit"
-            )
-        if never_penalises(self.config):
-            self.progress.say("warning: penalty.start_step is not before the last step: no penalty")
+        for note in (*self.task.notes(), *self.notes, *self._warnings()):
+            self.progress.say(note)
+        self.windows = Prefetch(self.batches, self.step, train.total_steps)
         if not self.step:
             self.meter.restart_clock()
 
+    def _open_log(self) -> MetricsLog:
+        """The metrics of this run, cut back to the step that it continues from."""
+        config, train = self.config, self.config.train
+        trackers = open_trackers(
+            train.report_to,
+            folder=self.folder.path,
+            run=config.name,
+            project=train.project,
+            config=tree.to_dict(config),
+            step=self.step,
+        )
+        return MetricsLog(self.folder.metrics, self.step, trackers)
+
+    def _warnings(self) -> list[str]:
+        """What a user should know before the run."""
+        config = self.config
+        notes = []
+        if self.processes != self.world.size:
+            notes.append(
+                f"the checkpoint is of {self.processes} processes and {self.world.size} go on: the "
+                "same samples in the same order, but not bit for bit"
+            )
+        if never_penalises(config):
+            notes.append("penalty.start_step is not before the last step: no penalty")
+        rounding = rounding_warning(
+            config.precision, config.optim.stochastic_rounding, config.optim.lr
+        )
+        if rounding:
+            notes.append(rounding)
+        return [f"warning: {note}" for note in notes]
+
     def _finish(self) -> None:
-        """The accuracy against turns, and the figures."""
-        folder = self.folder
-        accuracy = self._accuracy() if self.config.eval.turns else {}
+        """The task's figures at the end of the run."""
+        results = self._evaluate(final=True)
         if not self.world.first:
             return
-        if accuracy:
-            folder.write_results({"step": self.step, "accuracy": accuracy})
-            shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in accuracy.items())
-            self.progress.say(f"exact match by turns  {shown}")
+        if results:
+            self.folder.write_results({"step": self.step, **results})
+            for line in self.task.tell(results):
+                self.progress.say(line)
         try:
-            self._draw(accuracy)
+            self._draw(results)
         except ImportError as error:
             self.progress.say(str(error))
-        self.progress.say(f"done: {folder.path}")
+        self.progress.say(f"done: {self.folder.path}")
 
-    def _draw(self, accuracy: dict[int, float]) -> None:
-        """The figures: training curves, accuracy against turns."""
-        from stars_fast.analysis.plots import accuracy_against_turns, training_curves
+    def _draw(self, results: Results) -> None:
+        """The figures: training curves, and the task's."""
+        from stars_fast.analysis.plots import training_curves
 
-        config, folder = self.config, self.folder
-        training_curves(read_metrics(folder.metrics), folder.path / "training.png")
-        if accuracy:
-            accuracy_against_turns(
-                {config.name: accuracy},
-                folder.path / "accuracy.png",
-                title=f"{config.name}: exact match on unseen sums",
-                trained_depth=config.trained_turns,
-            )
+        training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
+        if results:
+            self.task.draw(results, self.folder.path)
 
 
-def never_penalises(config: TrainConfig) -> bool:
+def never_penalises(config: RunConfig) -> bool:
     """Whether a method with a penalty ends before its penalty starts."""
-    return config.penalised is not None and config.penalty.start_step >= config.train.steps
-
-
-def make_model(config: TrainConfig) -> LoopedLM:
-    """The model of `config` with its initial weights, a function of the seed."""
-    torch.manual_seed(derive(config.seed, "init"))
-    return LoopedLM(config.model)
-
-
-def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, TrainConfig]:
-    """The model of a run, at `step` or its newest checkpoint, and the run's configuration.
-
-    Raises ConfigError if the run or the checkpoint is not there.
-    """
-    folder = RunFolder(path)
-    if not folder.config.exists():
-        raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
-    config = load_config(str(folder.config))
-    model = LoopedLM(config.model)
-    load_weights(folder.checkpoint(step), model)
-    return model, config
+    return config.penalised is not None and config.penalty.start_step >= config.train.total_steps

@@ -84,12 +84,13 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def leaves(cls: type, where: str = "") -> dict[str, Field]:
     """Every leaf field below the dataclass `cls` by dotted path, in order.
 
-    The meaning comes from the dataclass's docstring, where `name: text` (or `name, other: text`)
+    The meaning comes from the docstring of the dataclass or of those it extends, where `name: text` (or `name, other: text`)
     documents a field up to the next documented one or an empty line.
     """
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]
-    helps = _field_helps(cls.__doc__ or "", [field.name for field in fields])
+    docs = [base.__doc__ or "" for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)]
+    helps = _field_helps("\n\n".join(docs), [field.name for field in fields])
     found: dict[str, Field] = {}
     for field in fields:
         path = _join(where, field.name)

@@ -9,7 +9,6 @@ from stars_fast.data.addition import (
     AdditionConfig,
     AdditionData,
     AdditionTokenizer,
-    batch_indices,
     encode_sums,
     read_jsonl,
     write_jsonl,
@@ -229,38 +228,3 @@ def test_empty_file(tmp_path):
 def test_config_errors(fields, message):
     with pytest.raises(ValueError, match=message):
         AdditionConfig(**fields)
-
-
-def test_batches_walk_through_permutations():
-    n, size = 10, 4
-    order = torch.cat([batch_indices(1, step, size, n) for step in range(10)])
-    epochs = order.view(4, n)
-    for epoch in epochs:
-        assert sorted(epoch.tolist()) == list(range(n))
-    assert len({tuple(epoch.tolist()) for epoch in epochs}) == 4
-
-
-def test_batch_order_depends_on_seed_and_step_only():
-    first = batch_indices(5, 37, 8, 100)
-    batch_indices(6, 1, 8, 50)
-    assert torch.equal(batch_indices(5, 37, 8, 100), first)
-    assert not torch.equal(batch_indices(6, 37, 8, 100), first)
-    assert not torch.equal(batch_indices(5, 38, 8, 100), first)
-
-
-def test_batch_larger_than_the_data():
-    assert batch_indices(0, 0, 25, 10).bincount().tolist().count(2) == 5
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-1, 0, 1, 1), "seed must be >= 0, got -1"),
-        ((0, -1, 1, 1), "step must be >= 0, got -1"),
-        ((0, 0, 0, 1), "batch_size must be >= 1, got 0"),
-        ((0, 0, 1, 0), "n must be >= 1, got 0"),
-    ],
-)
-def test_batch_indices_errors(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        batch_indices(*arguments)

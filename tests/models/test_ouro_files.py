@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from stars_fast.cli import main
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
 from stars_fast.models.ouro.export import export_run, write_base
-from stars_fast.training.checkpoint import save_checkpoint
+from stars_fast.training.checkpoint import Checkpoints
+from stars_fast.training.distributed import World
 
 LAYER_KEYS = (
     "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "
@@ -305,6 +306,13 @@ def test_what_vllms_loader_needs_is_there(tmp_path):
 # -- export
 
 
+def save(folder, step, net):
+    """A checkpoint of a run, as the trainer writes it."""
+    store = Checkpoints(folder / "checkpoints", World(0, 1, torch.device("cpu")))
+    store.save(step, net, torch.optim.AdamW(net.parameters()), {"step": step})
+    store.wait()
+
+
 @pytest.fixture
 def run(tmp_path):
     """A run folder as the trainer writes it: a base and two checkpoints."""
@@ -313,7 +321,7 @@ def run(tmp_path):
     for step in (3, 7):
         with torch.no_grad():
             net.lm_head.weight.mul_(2)
-        save_checkpoint(folder / "checkpoints", step, net, {"step": step})
+        save(folder, step, net)
     return folder, net
 
 
@@ -343,7 +351,7 @@ def test_an_earlier_step_and_another_dtype(run, tmp_path):
 def test_a_run_with_tied_embeddings_is_exported(tmp_path):
     net, folder = model(torch.float32, tie_word_embeddings=True), tmp_path / "run"
     write_base(net, None, folder)
-    save_checkpoint(folder / "checkpoints", 1, net, {})
+    save(folder, 1, net)
     export_run(folder, tmp_path / "out")
     again = OuroForCausalLM.from_pretrained(tmp_path / "out")
     assert again.lm_head.weight is again.model.embed_tokens.weight

@@ -16,7 +16,7 @@ TINY = {
     "model": {"d_model": 16, "n_heads": 2, "d_ff": 32},
     "data": {"digits": 1, "train_samples": 60, "test_samples": 21},
     "depth": {"law": "lognormal", "mu": 1.0, "sigma": 0.4, "high": 6},
-    "train": {"steps": 6, "batch_size": 16, "log_every": 1, "threads": 1, "tensorboard": False},
+    "train": {"steps": 6, "batch_size": 16, "log_every": 1, "threads": 1, "report_to": []},
     "eval": {"turns": []},
 }
 FIXED = {"law": "fixed", "value": 3}

@@ -3,9 +3,8 @@ from dataclasses import replace
 import pytest
 
 from stars_fast.data.addition import AdditionData
-from stars_fast.training import tree
+from stars_fast.training import addition, ouro, tree
 from stars_fast.training.config import (
-    TrainConfig,
     config_from,
     load_config,
     parse_overrides,
@@ -82,7 +81,7 @@ def test_a_circle_of_bases_is_an_error(tmp_path):
         (["--steps", "--lr", "1"], r"--steps needs a value"),
         (["steps", "3"], r"expected --field value, got 'steps'"),
         (["--steps", "many"], r"train\.steps must be int, got 'many'"),
-        (["--steps", "0"], r"train: steps must be at least 1, got 0"),
+        (["--steps", "0"], r"train: steps must be at least 1 or none, got 0"),
         (["--method", "sgd"], r"method must be one of sft, .* got 'sgd'"),
         (["--method", "sft"], r"method sft trains at a fixed number of turns but depth\.law is"),
         (["--depth.law", "fixed"], r"method stars draws the number of turns"),
@@ -96,7 +95,7 @@ def test_mistakes_name_the_field(recipe, words, message):
 
 
 def test_the_root_wins_and_an_ambiguous_name_lists_its_meanings():
-    assert parse_overrides(["--seed", "1", "--data.seed", "2"]) == {
+    assert parse_overrides(["--seed", "1", "--data.seed", "2"], addition.Config) == {
         "seed": "1",
         "data": {"seed": "2"},
     }
@@ -106,7 +105,7 @@ def test_the_root_wins_and_an_ambiguous_name_lists_its_meanings():
 
 def test_names_of_the_published_code_are_understood():
     words = ["--reg_weight", "0.2", "--random_loop_mu", "2"]
-    assert parse_overrides(words) == {"penalty": {"weight": "0.2"}, "depth": {"mu": "2"}}
+    assert parse_overrides(words, addition.Config) == {"penalty": {"weight": "0.2"}, "depth": {"mu": "2"}}
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])
@@ -123,8 +122,9 @@ def test_a_recipe_that_is_not_there(tmp_path):
         load_config(str(tmp_path / "no.yaml"))
 
 
-def test_every_field_says_what_it_means():
-    assert [path for path, leaf in tree.leaves(TrainConfig).items() if not leaf.help] == []
+@pytest.mark.parametrize("task", [addition, ouro])
+def test_every_field_says_what_it_means(task):
+    assert [path for path, leaf in tree.leaves(task.Config).items() if not leaf.help] == []
 
 
 @pytest.mark.parametrize("name", recipe_names())

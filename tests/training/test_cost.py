@@ -3,10 +3,11 @@ import random
 import pytest
 
 from stars_fast.models.looped import LoopedLM
+from stars_fast.training.addition import LoopedLoop
 from stars_fast.training.cost import (
     DUAL_TURN,
     RemainingTime,
-    outside_block,
+    expected_costs,
     relative_cost,
     step_cost,
 )
@@ -20,6 +21,22 @@ def test_cost_of_a_step(tiny):
     assert step_cost(late, 4, 2, rest=0.5) == 4.5
     truncated = tiny(method="sft", train={"backprop_turns": 1})
     assert step_cost(truncated, 4, 0, rest=0.5) == 1 + 3 / 3 + 0.5
+    some = tiny(method="jsrr", penalty={"fraction": 0.25})
+    assert step_cost(some, 4, 0, rest=0.5) == 4.5 + DUAL_TURN / 4
+    shared = tiny(method="jsrr", penalty={"at": "last", "detach": False})
+    assert step_cost(shared, 4, 0, rest=0.5) == 3.5 + DUAL_TURN
+
+
+def test_a_curriculum_costs_what_its_depths_do(tiny):
+    config = tiny(
+        method="random-loop",
+        depth={"curriculum_steps": 50, "curriculum_start": 2.0},
+        train={"steps": 100},
+    )
+    expected = expected_costs(config, rest=0.0)
+    means = [sum(turns * p for turns, p in config.depth.chances(step)) for step in range(100)]
+    assert expected == pytest.approx(means)
+    assert expected[0] < 2.2 < expected[50] == pytest.approx(config.depth.mean())
 
 
 def test_relative_cost_of_the_methods_is_near_the_reported_one(tiny):
@@ -31,9 +48,9 @@ def test_relative_cost_of_the_methods_is_near_the_reported_one(tiny):
 
 def test_outside_of_the_block_counts_by_its_weights(tiny):
     config = tiny(model={"n_layers": 2, "n_prelude": 1})
-    layers_only = outside_block(LoopedLM(config.model), supervised=0.0)
-    assert layers_only == 0.5
-    head = outside_block(LoopedLM(config.model), supervised=0.5) - layers_only
+    loop = LoopedLoop(LoopedLM(config.model))
+    assert loop.outside_block(supervised=0.0) == 0.5
+    head = loop.outside_block(supervised=0.5) - 0.5
     assert head == pytest.approx(0.5 * 14 * 16 / (2 * (4 * 16 * 16 + 2 * 16 * 32)))
 
 
@@ -61,7 +78,7 @@ def test_remaining_time_is_right_within_a_fifth_after_ten_steps(tiny, start_step
 def test_durations_and_banner_read_well(tiny):
     assert [duration(s) for s in (3.4, 65, 3600 * 2 + 61)] == ["3s", "1m05s", "2h01m"]
     config = tiny(penalty={"start_step": 3})
-    line = banner(config, LoopedLM(config.model), 96, rest=0.1)
+    line = banner(config, LoopedLM(config.model), "16 1-digit sums = 96 tokens", rest=0.1)
     assert "\n" not in line
     for part in ("stars", "16 1-digit sums = 96 tokens", "mean 2.9", "from step 3", "x SFT at 4"):
         assert part in line

@@ -12,7 +12,7 @@ from stars_fast.training.tree import ConfigError
 SMALL = """
     --d_model 16 --n_heads 2 --d_ff 16 --digits 1 --train_samples 30 --test_samples 9 --steps 2
     --batch_size 8 --warmup_steps 0 --decay_steps 0 --start_step 1 --eval.turns 1 --log_every 1
-    --tensorboard false
+    --report_to none
 """.split()
 
 
@@ -61,7 +61,7 @@ def test_user_errors_have_no_traceback(tmp_path, run, capsys):
     assert main(["train", str(tmp_path / "base.yaml")]) == 2
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
     assert main(["train", str(tmp_path / "bytes.yaml")]) == 2
-    weights = next(run.glob("checkpoints/*/model.safetensors"))
+    weights = next(run.glob("checkpoints/*/*.distcp"))
     weights.write_bytes(weights.read_bytes()[:40])
     assert main(["eval", str(run), "--turns", "1"]) == 2
     assert "Traceback" not in capsys.readouterr().err

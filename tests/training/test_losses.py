@@ -5,7 +5,7 @@ from torch import nn
 
 from stars_fast.training.losses import adjacent_l2, token_loss
 from stars_fast.training.penalty import PenaltyConfig
-from stars_fast.training.seeds import derive, sample_noise
+from stars_fast.training.seeds import derive
 from stars_fast.training.turns import run_turns
 
 
@@ -38,6 +38,13 @@ def test_l2_between_adjacent_states_counts_samples_alike():
     states[1][1, 2] = 100.0  # a padded place
     mask = torch.tensor([[True, True, True], [True, True, False]])
     assert float(adjacent_l2(states, mask)) == pytest.approx(0.5)
+
+
+def test_l2_counts_packed_documents_alike():
+    states = [torch.zeros(1, 6, 2), torch.ones(1, 6, 2)]
+    states[1][0, 4:] = 3.0
+    bounds = torch.tensor([0, 4, 6])
+    assert float(adjacent_l2(states, cu_seqlens=bounds)) == pytest.approx((1 + 9) / 2)
 
 
 @pytest.mark.parametrize("backprop", [None, 1, 2, 5, 9])
@@ -76,6 +83,9 @@ def test_weighted_sum(weighting, total):
     [
         ({"weighting": "sum"}, "weighting must be one of"),
         ({"normalize": "token"}, "normalize must be one of"),
+        ({"at": "first"}, "at must be one of"),
+        ({"at": "last"}, "detach must be false with at=last"),
+        ({"fraction": 0.0}, r"fraction must be in \(0, 1\]"),
         ({"power_steps": 0}, "power_steps must be at least 1"),
         ({"start_step": -1}, "start_step must be at least 0"),
         ({"weight": -0.1}, "weight must be >= 0"),
@@ -86,22 +96,6 @@ def test_penalty_out_of_range(wrong, message):
     with pytest.raises(ValueError, match=message):
         PenaltyConfig(**wrong)
     assert PenaltyConfig(weight=1.1, weighting="additive").weight == 1.1
-
-
-def test_noise_belongs_to_the_sample_not_to_the_split():
-    whole = sample_noise(torch.empty(6, 5, 4), seed=1, step=2, first=0)
-    parts = [sample_noise(torch.empty(2, 5, 4), seed=1, step=2, first=i) for i in (0, 2, 4)]
-    assert torch.equal(whole, torch.cat(parts))
-    other = sample_noise(torch.empty(6, 5, 4), seed=1, step=3, first=0)
-    assert not torch.isclose(whole, other).any()
-    assert not torch.isclose(whole[0], whole[1]).any()
-
-
-def test_noise_is_standard_normal():
-    noise = sample_noise(torch.empty(400, 10, 10), seed=0, step=0, first=0)
-    n = noise.numel()
-    assert abs(float(noise.mean())) < 4 / n**0.5
-    assert abs(float(noise.square().mean()) - 1) < 4 * (2 / n) ** 0.5
 
 
 def test_streams_have_seeds_of_their_own():

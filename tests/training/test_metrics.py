@@ -3,13 +3,13 @@ import json
 import pytest
 import torch
 
-from stars_fast.training.metrics import Meter, MetricsLog, read_metrics
+from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.step import Plan, StepStats
 
 
 def stats(loss, penalty=0.0, finite=True):
-    values = (loss, penalty, 1.0, 8.0)
-    return StepStats(*(torch.tensor(v) for v in values), torch.tensor(finite))
+    values = (loss, penalty, 1.0)
+    return StepStats(*(torch.tensor(v) for v in values), 8, torch.tensor(finite))
 
 
 def test_means_leave_out_skipped_steps_and_steps_without_a_penalty():
@@ -20,7 +20,9 @@ def test_means_leave_out_skipped_steps_and_steps_without_a_penalty():
     row, streak = meter.line(Plan(2, [4], 0.5, 0.2))
     assert streak == 0
     assert row.pop("tokens_per_second") > 0
+    assert row.pop("memory_gib") > 0
     assert row == {
+        "mfu": None,
         "step": 3,
         "loss": 2.0,
         "penalty": 0.5,
@@ -55,6 +57,7 @@ def test_half_an_interval_carries_over():
     rows = [meter.line(plan)[0] for meter in (whole, second)]
     for row in rows:
         row.pop("tokens_per_second")
+        row.pop("memory_gib")
     assert rows[0] == rows[1]
 
 
@@ -75,22 +78,30 @@ def test_lines_after_the_checkpoint_and_a_cut_line_are_dropped(tmp_path):
     assert [(row["step"], row["loss"]) for row in lines] == [(1, None), (2, None), (3, 0.5)]
 
 
-def test_tensorboard_events(tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = MetricsLog(tmp_path / "metrics.jsonl", 0, tmp_path / "events")
-    assert log.has_tensorboard
-    log.write({"step": 5, "loss": 0.5, "penalty": None, "accuracy": {4: 0.25}})
+def test_trackers_get_every_line(tmp_path):
+    class Tracker:
+        said = []
+
+        def log(self, row, step):
+            self.said.append((step, row["loss"]))
+
+        def flush(self):
+            self.said.append("flush")
+
+        def close(self):
+            self.said.append("close")
+
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, [Tracker()])
+    log.write({"step": 5, "loss": 0.5})
+    log.sync()
     log.close()
-    read = events.EventAccumulator(str(tmp_path / "events"))
-    read.Reload()
-    assert sorted(read.Tags()["scalars"]) == ["accuracy/4", "loss"]
-    assert [(e.step, e.value) for e in read.Scalars("loss")] == [(5, 0.5)]
+    assert Tracker.said == [(5, 0.5), "flush", "close"]
 
 
-def test_without_tensorboard_metrics_are_written_all_the_same(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
-    log = MetricsLog(tmp_path / "metrics.jsonl", 0, tmp_path / "events")
-    log.write({"step": 1})
-    log.close()
-    assert not log.has_tensorboard
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+def test_the_share_of_the_peak():
+    meter = Meter(torch.device("cpu"), peak=1e3)
+    plan = Plan(0, [2], 0.0, 0.1)
+    meter.add(stats(1.0), plan, flops=5e3)
+    meter.since -= 10.0
+    assert meter.line(plan)[0]["mfu"] == pytest.approx(0.5, rel=0.05)
+    assert peak_flops(torch.device("cpu"), "mixed") is None

@@ -6,10 +6,13 @@ import signal
 import pytest
 import torch
 
-from stars_fast.training import interrupt, step, trainer
-from stars_fast.training.checkpoint import MODEL, checkpoints, latest
+from saved import saved_tensors
+
+from stars_fast.training import addition, interrupt, step, trainer
+from stars_fast.training.addition import LoopedLoop, Sums, load_model, make_model
+from stars_fast.training.checkpoint import checkpoints, latest
 from stars_fast.training.metrics import read_metrics
-from stars_fast.training.trainer import TrainingFailure, load_model, train
+from stars_fast.training.trainer import TrainingFailure, train
 from stars_fast.training.tree import ConfigError
 
 
@@ -30,9 +33,7 @@ def at_step(monkeypatch):
 
 
 def weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(latest(folder / "checkpoints") / MODEL)
+    return saved_tensors(latest(folder / "checkpoints"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -81,13 +82,14 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     from stars_fast import fused_jsrr
     from stars_fast.data.addition import AdditionData
     from stars_fast.training.batches import Batches
-    from stars_fast.training.seeds import sample_noise
+    from stars_fast.training.samples import sample_noise
 
     config = tiny(method="jsrr", penalty={"weight": 0.3})
-    model = trainer.make_model(config)
-    (batch,) = Batches(AdditionData(config.data), config.seed, 16).window(0)
+    model = make_model(config)
+    (batch,) = Batches(Sums(AdditionData(config.data)), config.seed, 16).window(0)
     plan = step.plan_step(config, 0)
-    got, _ = step.StepLoss(model, config)(batch, plan, 3, torch.tensor(len(batch.labels)))
+    loss = step.StepLoss(LoopedLoop(model), config)
+    got, _ = loss(step.StepLoss.share, batch, plan, 3, len(batch.labels))
     got_gradient = torch.autograd.grad(got, list(model.parameters()))
 
     h = model.prelude(batch.tokens)
@@ -95,8 +97,9 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
         h = model.block(h)
     logits = model.head(model.coda(h)).flatten(0, 1)[batch.positions]
     token_loss = torch.nn.functional.cross_entropy(logits, batch.labels)
-    v = sample_noise(h, config.seed, 0, 0)
-    want = 0.7 * token_loss + 0.3 * fused_jsrr(model.block, h, v=v, mask=batch.mask)
+    mask = batch.samples.mask
+    v = sample_noise(h, batch.samples, config.seed, 0, range(16))
+    want = 0.7 * token_loss + 0.3 * fused_jsrr(model.block, h, v=v, mask=mask)
     torch.testing.assert_close(got, want)
     want_gradient = torch.autograd.grad(want, list(model.parameters()))
     torch.testing.assert_close(got_gradient, want_gradient)
@@ -104,33 +107,35 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(tiny, monkeypatch):
     calls = iter(range(100))
-    real = step.token_loss
+    real = addition.token_loss
 
     def token_loss(*args):
         return real(*args) * (float("nan") if next(calls) in (4, 5) else 1.0)
 
-    monkeypatch.setattr(step, "token_loss", token_loss)  # micro-batches of steps 2 (both)
-    config = tiny(train={"accumulation": 2, "save_every": 1, "keep": 0})
+    monkeypatch.setattr(addition, "token_loss", token_loss)  # micro-batches of steps 2 (both)
+    train_section = {"accumulation": 2, "save_every": 1, "keep": 0}
+    config = tiny(train=train_section, memory={"recompute": "none"})
     folder = train(config).folder
     rows = read_metrics(folder / "metrics.jsonl")
     assert [row["skipped"] for row in rows] == [0, 0, 1, 1, 1, 1]
     assert (rows[2]["loss"], rows[2]["grad_norm"]) == (None, None)
     saved = checkpoints(folder / "checkpoints")
-    before, during, after = ((saved[n] / MODEL).read_bytes() for n in (2, 3, 4))
-    assert before == during != after
+    before, during, after = (saved_tensors(saved[n]) for n in (2, 3, 4))
+    assert all(torch.equal(during[name], value) for name, value in before.items())
+    assert not all(torch.equal(during[name], value) for name, value in after.items())
 
 
 def test_a_run_that_cannot_recover_stops_with_the_reason_and_its_weights(tiny, monkeypatch):
     config = tiny(train={"max_nonfinite": 3, "steps": 50})
-    real = step.token_loss
-    monkeypatch.setattr(step, "token_loss", lambda *args: real(*args) * float("inf"))
+    real = addition.token_loss
+    monkeypatch.setattr(addition, "token_loss", lambda *args: real(*args) * float("inf"))
     with pytest.raises(TrainingFailure, match=r"step 3: .* last 3 steps was not finite"):
         train(config)
     model, _ = load_model(config.out)
-    initial = trainer.make_model(config)
+    initial = make_model(config)
     for one, other in zip(model.parameters(), initial.parameters(), strict=True):
         assert torch.equal(one, other)
-    monkeypatch.setattr(step, "token_loss", real)
+    monkeypatch.setattr(addition, "token_loss", real)
     assert train(config, resume=True).step == 50
 
 

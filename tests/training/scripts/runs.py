@@ -10,10 +10,10 @@ import sys
 
 import torch
 
-from stars_fast.training import step, trainer
+from stars_fast.training import addition, trainer
 from stars_fast.training.config import load_config
 
-real_loss, real_step = step.token_loss, trainer.train_step
+real_loss, real_step = addition.token_loss, trainer.train_step
 poisoned = False
 
 
@@ -32,7 +32,7 @@ def train_step(step_loss, optimizer, config, window, plan, world):
     return real_step(step_loss, optimizer, config, window, plan, world)
 
 
-step.token_loss, trainer.train_step = token_loss, train_step
+addition.token_loss, trainer.train_step = token_loss, train_step
 trainer.Trainer._draw = lambda *_: None  # figures take longer than these runs
 if int(os.environ["WORLD_SIZE"]) > 1:  # one group for all runs
     torch.distributed.init_process_group("gloo")

@@ -1,0 +1,212 @@
+"""Where chats come from: anything that `datasets` reads, and sums that the package makes."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from stars_fast.data.chat import ChatDataConfig, Message
+from stars_fast.data.tiny_chat import DEFAULT_ROWS, tiny_chats
+from stars_fast.training.optional import need
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+TINY_CHAT = "tiny-chat"
+
+COLUMNS = (("messages",), ("problem", "solution"), ("question", "answer"))
+"""Columns that are taken where the configuration names none."""
+
+_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+
+
+class Source(NamedTuple):
+    """Rows that can be loaded, and what tells them from others."""
+
+    identity: list[Any]
+    """Plain values, equal for equal rows. Of files: their paths, sizes and times of change."""
+    load: Callable[[], Dataset]
+    """Raises ValueError that names `data.source` for rows that can't be loaded."""
+
+
+def find_source(config: ChatDataConfig, seed: int) -> Source:
+    """The rows of `config`. Those of the hub are loaded here, others only by `Source.load`.
+
+    `seed` is that of the chats of tiny-chat. Raises ValueError that names the field for a source
+    that does not exist or can't be loaded.
+    """
+    if config.source == TINY_CHAT:
+        return _made(config, seed)
+    path = Path(config.source).expanduser()
+    if path.exists():
+        return _folder(path, config) if path.is_dir() else _files([path], config)
+    if any(sign in config.source for sign in "*?["):
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not found:
+            raise ValueError(f"data.source: no file fits {config.source!r}")
+        return _files(found, config)
+    if path.suffix in _READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.source):
+        raise ValueError(
+            f"data.source must be a hub id, an existing file or folder, or {TINY_CHAT}, got "
+            f"{config.source!r}"
+        )
+    rows = _load(config, config.source, config.subset)
+    return Source(["hub", config.source, rows._fingerprint], lambda: rows)
+
+
+def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
+    """The column of messages, or those of prompt and answer.
+
+    Raises ValueError that names the field and lists the columns: a column that is not there or
+    holds no text, or none named and none or several of `COLUMNS` there.
+    """
+    names = rows.column_names
+    if config.messages is not None:
+        given = {"messages": config.messages}
+    elif config.prompt is not None and config.answer is not None:
+        given = {"prompt": config.prompt, "answer": config.answer}
+    else:
+        fitting = [columns for columns in COLUMNS if set(columns) <= set(names)]
+        if len(fitting) != 1:
+            raise ValueError(
+                f"data.source must have one of the columns {_listed(COLUMNS)}, or name its own "
+                f"with data.messages, or data.prompt and data.answer; it has "
+                f"{_listed(fitting) if fitting else 'none of them'} among {names}"
+            )
+        fields = ("prompt", "answer") if len(fitting[0]) == 2 else ("messages",)
+        given = dict(zip(fields, fitting[0], strict=True))
+    for field, name in given.items():
+        if name not in names:
+            raise ValueError(f"data.{field} must be one of the columns {names}, got {name!r}")
+        kind = rows.features[name]
+        if field != "messages" and getattr(kind, "dtype", "") not in ("string", "large_string"):
+            raise ValueError(f"data.{field} must be a column of text, got {name!r} of {kind}")
+    return tuple(given.values())
+
+
+def conversation(row: Mapping[str, Any], columns: Sequence[str]) -> list[Message] | None:
+    """The messages of `row`, or None if one has no content: null, or a blank prompt or answer.
+
+    Of messages only role and content are taken. Raises ValueError for other than a list of them.
+    """
+    if len(columns) == 2:
+        texts = [row[column] for column in columns]
+        if not all(text and text.strip() for text in texts):
+            return None
+        return [
+            {"role": role, "content": text}
+            for role, text in zip(("user", "assistant"), texts, strict=True)
+        ]
+    messages = row[columns[0]]
+    if not messages:
+        return None
+    try:
+        taken = [{"role": m["role"], "content": m["content"]} for m in messages]
+    except (TypeError, KeyError) as error:
+        raise ValueError(
+            f"data.messages: {columns[0]!r} must be a list of messages with role and content, got "
+            f"{str(messages)[:200]}"
+        ) from error
+    for value in (value for message in taken for value in message.values()):
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise ValueError(
+                f"data.messages: role and content in {columns[0]!r} must be text, got "
+                f"{str(value)[:200]}"
+            )
+    return taken
+
+
+def conversations(batch: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> Iterable[Any]:
+    """`conversation` of each row of a batch, which maps columns to lists."""
+    for values in zip(*(batch[column] for column in columns), strict=True):
+        yield conversation(dict(zip(columns, values, strict=True)), columns)
+
+
+def usable_rows(rows: Dataset, columns: Sequence[str]) -> np.ndarray:
+    """Indices [N] int64 of the rows that have a conversation, ascending."""
+    batches = rows.select_columns(list(columns)).iter(batch_size=1000)
+    return np.flatnonzero(
+        [chat is not None for batch in batches for chat in conversations(batch, columns)]
+    )
+
+
+def _made(config: ChatDataConfig, seed: int) -> Source:
+    count = DEFAULT_ROWS if config.samples is None else config.samples + config.validation
+    chats = list(tiny_chats(count, seed))
+    content = hashlib.sha256(json.dumps(chats).encode()).hexdigest()
+    return Source([TINY_CHAT, content], lambda: _datasets().Dataset.from_list(chats))
+
+
+def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
+    kinds = {path.suffix for path in paths}
+    readers = {_READERS.get(kind) for kind in kinds}
+    if None in readers or len(readers) > 1:
+        raise ValueError(
+            f"data.source must be files of one kind among {', '.join(_READERS)}, got "
+            f"{', '.join(map(str, paths[:10]))}"
+        )
+    _no_subset(config)
+    files = [str(path.resolve()) for path in paths]
+    return Source(
+        ["files", *map(_stamp, paths)],
+        lambda: _load(config, str(readers.pop()), None, data_files=files),
+    )
+
+
+def _folder(path: Path, config: ChatDataConfig) -> Source:
+    identity = ["folder", *(_stamp(file) for file in sorted(path.rglob("*")) if file.is_file())]
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        _no_subset(config)
+        return Source(identity, lambda: _saved(path, config))
+    return Source(identity, lambda: _load(config, str(path), config.subset))
+
+
+def _saved(path: Path, config: ChatDataConfig) -> Dataset:
+    datasets = _datasets()
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"data.source: can't load {config.source}: {error}") from error
+    if isinstance(saved, datasets.Dataset):
+        return saved
+    if config.split not in saved:
+        raise ValueError(f"data.split must be one of {sorted(saved)}, got {config.split!r}")
+    return saved[config.split]
+
+
+def _load(config: ChatDataConfig, path: str, subset: str | None, **files: Any) -> Dataset:
+    datasets = _datasets()
+    try:
+        return datasets.load_dataset(path, subset, split=config.split, **files)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"data.source: can't load {config.source} (subset {config.subset}, split "
+            f"{config.split}): {error}"
+        ) from error
+
+
+def _no_subset(config: ChatDataConfig) -> None:
+    if config.subset is not None:
+        raise ValueError(f"data.subset must be none for files, got {config.subset!r}")
+
+
+def _stamp(path: Path) -> list[Any]:
+    facts = path.stat()
+    return [str(path.resolve()), facts.st_size, facts.st_mtime_ns]
+
+
+def _listed(groups: Iterable[Sequence[str]]) -> str:
+    return ", ".join(" and ".join(columns) for columns in groups)
+
+
+def _datasets() -> Any:
+    return need("datasets", "chats")

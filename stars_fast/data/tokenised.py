@@ -1,0 +1,361 @@
+"""Tokenised chats: made once, in parallel, and read from disk from then on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from filelock import FileLock
+
+from stars_fast.checks import check_integer
+from stars_fast.data.chat import ChatDataConfig, ChatEncoder
+from stars_fast.data.sources import (
+    Source,
+    conversations,
+    find_columns,
+    find_source,
+    usable_rows,
+)
+from stars_fast.training.durable import sync, write_text
+from stars_fast.training.optional import need
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT = 1
+"""Raised whenever the same chats would give other files."""
+
+ROWS_PER_WORKER = 500
+"""A process is not worth its start for fewer."""
+
+_ARRAYS = {"tokens": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int64}
+
+
+@dataclass(frozen=True)
+class ChatInfo:
+    """What became of the rows of a split."""
+
+    source_rows: int
+    """Rows of the source."""
+    null_rows: int
+    """Of those, rows without a conversation: null, or a blank prompt or answer."""
+    rows: int
+    """Rows drawn for this split."""
+    without_target: int
+    """Of those, dropped: nothing to predict is left, such as after truncation in the prompt."""
+    truncated: int
+    """Of the documents, so many are cut off on the right."""
+    documents: int
+    tokens: int
+    targets: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} chats, {self.tokens:,} tokens, {self.targets:,} of them targets; "
+            f"{self.truncated:,} truncated, {self.without_target:,} of {self.rows:,} rows dropped "
+            f"without target, {self.null_rows:,} of the source's {self.source_rows:,} without text"
+        )
+
+
+class TokenisedChats:
+    """A split of N documents, mapped from the files of `folder`.
+
+    `tokens` [total] int32 and `targets` [total] bool are the documents one after the other, of
+    which document i is at `offsets[i]:offsets[i + 1]` ([N + 1] int64). A token is a target if it is
+    to be predicted from those before it; the first of a document never is. `target_counts` [N]
+    int64 says how many targets each document has, at least one; `info` counts what was dropped.
+
+    Raises ValueError or OSError if files are missing or damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.info = _read_info(self.folder / "info.json")
+        sizes = {
+            "tokens": self.info.tokens,
+            "targets": self.info.tokens,
+            "offsets": self.info.documents + 1,
+            "target_counts": self.info.documents,
+        }
+        arrays = {
+            name: _map(_path(self.folder, name), kind, sizes[name])
+            for name, kind in _ARRAYS.items()
+        }
+        self.tokens, self.targets = arrays["tokens"], arrays["targets"]
+        self.offsets, self.target_counts = arrays["offsets"], arrays["target_counts"]
+        if (
+            (self.offsets[0], self.offsets[-1]) != (0, self.info.tokens)
+            or self.lengths.min() < 1
+            or self.target_counts.min() < 1
+            or self.target_counts.sum() != self.info.targets
+        ):
+            raise ValueError(f"{self.folder}: offsets and counts don't fit each other")
+
+    def __len__(self) -> int:
+        return self.info.documents
+
+    def __reduce__(self) -> tuple[type[TokenisedChats], tuple[Path]]:
+        return TokenisedChats, (self.folder,)  # another process maps the files, too
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document: [N] int64."""
+        return np.diff(self.offsets)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens [S] int32 and targets [S] bool of a document, read-only."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
+        place = slice(self.offsets[index], self.offsets[index + 1])
+        return self.tokens[place], self.targets[place]
+
+
+def load_chats(
+    config: ChatDataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, quiet: bool = False
+) -> tuple[TokenisedChats, TokenisedChats | None]:
+    """The training and the validation split; the latter None if `config.validation` is 0.
+
+    Rows without a conversation are dropped, then the validation rows and the training rows are
+    drawn by `seed`, without a common row. The validation rows don't depend on the number of
+    training rows.
+
+    The first call tokenises and writes the cache; others with the same source, tokenizer, settings
+    and seed only open it, and load no source except to look up the hub's version of it. Several
+    processes may call at once.
+
+    Args:
+        config: what to load.
+        tokenizer: a fast one of transformers.
+        seed: of the rows that are drawn, and of the chats of tiny-chat; 0 or more.
+        quiet: no progress bars.
+
+    Raises:
+        ValueError: that names the field, for a source or a column that can't be used, or a
+            tokenizer or template that can't; a split without a single target.
+    """
+    check_integer("seed", seed, 0)
+    encoder = ChatEncoder(
+        tokenizer,
+        system=config.system,
+        max_length=config.max_length,
+        supervise=config.supervise,
+    )
+    with _bars(quiet):
+        source = find_source(config, seed)
+        folder = _cache(config) / _key(config, encoder, source, seed)
+        splits = _open(folder, config)
+        if splits is None:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):  # one process builds, the others wait for it
+                splits = _open(folder, config) or _build(folder, config, encoder, source, seed)
+    return splits
+
+
+Splits = tuple[TokenisedChats, TokenisedChats | None]
+"""Training and validation."""
+
+
+class EncodeRows:
+    """Rows of a source -> rows of tokens and targets, for `Dataset.map`; a chat without a target
+    has no tokens either."""
+
+    def __init__(self, encoder: ChatEncoder, columns: Sequence[str]) -> None:
+        self.encoder, self.columns = encoder, columns
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        rows: dict[str, list[Any]] = {
+            name: [] for name in ("tokens", "targets", "count", "truncated")
+        }
+        for tokens, targets, truncated in self.encoder.encode(conversations(batch, self.columns)):
+            kept = slice(None if targets.any() else 0)
+            rows["tokens"].append(tokens[kept])
+            rows["targets"].append(targets[kept].view(np.int8))
+            rows["count"].append(int(targets.sum()))
+            rows["truncated"].append(truncated)
+        return rows
+
+
+def _build(
+    folder: Path, config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int
+) -> Splits:
+    """Make the new `folder`, under another name until it is whole."""
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as name:
+        new = Path(name) / "splits"
+        new.mkdir()
+        _write_splits(new, config, encoder, source, seed)
+        if folder.exists():  # damaged
+            shutil.rmtree(folder)
+        new.rename(folder)
+        sync(folder.parent)
+    return _splits(folder, config)
+
+
+def _write_splits(
+    folder: Path, config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int
+) -> None:
+    rows = source.load()
+    columns = find_columns(config, rows)
+    usable = usable_rows(rows, columns)
+    counts = {"source_rows": len(rows), "null_rows": len(rows) - len(usable)}
+    if len(usable) <= config.validation:
+        raise ValueError(
+            f"data.validation must leave rows to train on, got {config.validation} of "
+            f"{len(usable)} usable rows of {len(rows)}"
+        )
+    drawn = np.random.default_rng(seed).permutation(usable)
+    for split, first, count in (
+        ("validation", 0, config.validation),
+        ("train", config.validation, config.samples or len(usable)),
+    ):
+        chosen = np.sort(drawn[first : first + count])  # in the order of the file: quick to read
+        if len(chosen):
+            encode = EncodeRows(encoder, columns)
+            encoded = _encode(rows.select(chosen), encode, config.workers, folder / f"{split}-rows")
+            _write(folder / split, encoded, counts | {"rows": len(chosen)})
+            shutil.rmtree(folder / f"{split}-rows")
+
+
+def _encode(rows: Dataset, encode: EncodeRows, workers: int | None, folder: Path) -> Dataset:
+    """`rows` encoded, in the files of the new `folder`."""
+    datasets = need("datasets", "chats")
+    folder.mkdir()
+    processes = min(workers or _cores(), len(rows) // ROWS_PER_WORKER)
+    features = {
+        "tokens": [datasets.Value("int32")],
+        "targets": [datasets.Value("int8")],
+        "count": datasets.Value("int64"),
+        "truncated": datasets.Value("bool"),
+    }
+    return rows.map(
+        encode,
+        batched=True,
+        batch_size=200,
+        remove_columns=rows.column_names,
+        features=datasets.Features(features),
+        num_proc=processes if processes > 1 else None,
+        cache_file_name=str(folder / "rows.arrow"),
+        new_fingerprint=folder.name,  # without it, the tokenizer would be hashed
+        desc="tokenise",
+    )
+
+
+def _write(folder: Path, rows: Dataset, counted: Mapping[str, int]) -> None:
+    """Write the arrays and the info of the encoded `rows` that have a target."""
+    folder.mkdir()
+    parts = []
+    with _path(folder, "tokens").open("wb") as tokens, _path(folder, "targets").open("wb") as marks:
+        for table in rows.with_format("arrow").iter(batch_size=1000):
+            for name, file in (("tokens", tokens), ("targets", marks)):
+                file.write(table[name].combine_chunks().flatten().to_numpy().data)
+            lengths = table["tokens"].combine_chunks().value_lengths()
+            parts.append([lengths, table["count"], table["truncated"]])
+    lengths, counts, truncated = (
+        np.concatenate([np.asarray(part) for part in column]) for column in zip(*parts, strict=True)
+    )
+    kept = counts > 0
+    info = ChatInfo(
+        **counted,
+        without_target=int((~kept).sum()),
+        truncated=int(truncated[kept].sum()),
+        documents=int(kept.sum()),
+        tokens=int(lengths.sum()),
+        targets=int(counts.sum()),
+    )
+    if not info.documents:
+        raise ValueError(f"data.source: no row for {folder.name} has a token to predict: {info}")
+    offsets = np.concatenate([[0], np.cumsum(lengths[kept], dtype=np.int64)])
+    offsets.astype(_ARRAYS["offsets"]).tofile(_path(folder, "offsets"))
+    counts[kept].astype(_ARRAYS["target_counts"]).tofile(_path(folder, "target_counts"))
+    for name in _ARRAYS:
+        sync(_path(folder, name))
+    write_text(folder / "info.json", json.dumps(asdict(info), indent=2) + "\n")
+    sync(folder)
+
+
+def _open(folder: Path, config: ChatDataConfig) -> Splits | None:
+    """The splits in `folder`; None if it is not there or, with a warning, damaged."""
+    if not folder.exists():
+        return None
+    try:
+        return _splits(folder, config)
+    except (OSError, ValueError) as error:
+        warnings.warn(f"the cached chats are damaged and made anew: {error}", stacklevel=3)
+        return None
+
+
+def _splits(folder: Path, config: ChatDataConfig) -> Splits:
+    validation = TokenisedChats(folder / "validation") if config.validation else None
+    return TokenisedChats(folder / "train"), validation
+
+
+def _read_info(path: Path) -> ChatInfo:
+    try:
+        return ChatInfo(**json.loads(path.read_text(encoding="utf-8")))
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _map(path: Path, kind: type, size: int) -> np.ndarray:
+    if path.stat().st_size != size * np.dtype(kind).itemsize:
+        raise ValueError(f"{path} must have {size} of {np.dtype(kind)}")
+    return np.memmap(path, kind, "r", shape=(size,))
+
+
+def _path(folder: Path, array: str) -> Path:
+    return folder / f"{array}.bin"
+
+
+def _key(config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int) -> str:
+    """A hash of all that the files depend on."""
+    content = json.loads(encoder.tokenizer.backend_tokenizer.to_str())
+    content |= {"truncation": None, "padding": None}  # set by calls, without effect on ours
+    # Without the fields that leave the files as they are; the source's identity stands for it.
+    without = ("source", "packing", "row_length", "workers", "cache")
+    settings = {name: value for name, value in asdict(config).items() if name not in without}
+    parts = [
+        FORMAT,
+        settings,
+        seed,
+        source.identity,
+        content,
+        encoder.template,
+        encoder.end_ids,
+        {name: str(token) for name, token in encoder.tokenizer.special_tokens_map.items()},
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _cache(config: ChatDataConfig) -> Path:
+    chosen = config.cache or os.environ.get("STARS_FAST_CACHE") or "~/.cache/stars_fast"
+    return Path(chosen).expanduser() / "chats"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@contextmanager
+def _bars(quiet: bool) -> Iterator[None]:
+    """Without the progress bars of `datasets` if `quiet`."""
+    datasets = need("datasets", "chats")
+    if not quiet or datasets.are_progress_bars_disabled():
+        yield
+        return
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        datasets.enable_progress_bars()

@@ -1,0 +1,77 @@
+"""Token loss on held-out data after each of several numbers of turns, in one pass."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stars_fast.data import IGNORE
+from stars_fast.training.batches import MicroBatch, Source, to_device
+from stars_fast.training.distributed import World
+from stars_fast.training.step import StepLoss
+
+
+@torch.no_grad()
+def validation_losses(
+    root: nn.Module,
+    source: Source,
+    turns: Sequence[int],
+    world: World,
+    units: int,
+    context: AbstractContextManager[None],
+) -> dict[int, float]:
+    """Mean cross entropy in nats of the targets of `source` after each number of `turns`.
+
+    Every process calls it and takes its part of the data; all get the result. As the turns are
+    shared, one pass over the deepest number of turns, read by the head at each number asked for,
+    is the whole sweep.
+
+    Args:
+        root: a `StepLoss`, perhaps with sharded weights.
+        source: the data.
+        turns: numbers of turns, 1 or more.
+        units: of `source` in a forward pass.
+        context: of the forward passes, such as autocast.
+    """
+    depths = sorted(set(turns))
+    was_training = root.training
+    root.eval()
+    sums = torch.zeros(len(depths) + 1, dtype=torch.float64, device=world.device)
+    starts = range(0, len(source), units)
+    with context:
+        for first in range(0, len(starts), world.size):
+            piece = first + world.rank
+            # A process without a piece of its own runs one all the same: sharded weights are
+            # gathered by all processes or by none.
+            start = starts[piece if piece < len(starts) else 0]
+            batch = _batch(source, np.arange(start, min(start + units, len(source))))
+            losses = root(losses_at, to_device(batch, world.device), depths)
+            if piece < len(starts):
+                sums[:-1] += losses.double()
+                sums[-1] += len(batch.labels)
+    root.train(was_training)
+    *totals, count = world.sum_(sums).tolist()
+    return {depth: total / count for depth, total in zip(depths, totals, strict=True)}
+
+
+def losses_at(loss: StepLoss, batch: MicroBatch, depths: Sequence[int]) -> Tensor:
+    """[n]: summed cross entropy after each of the rising `depths`."""
+    h = loss.start(batch)
+    turn = loss.loop.turn(h, batch.samples)
+    found = []
+    for done in range(1, max(depths) + 1):
+        h = turn(h)
+        if done in depths:
+            found.append(loss.loop.token_loss(h, batch, 1))
+    return torch.stack(found)
+
+
+def _batch(source: Source, units: np.ndarray) -> MicroBatch:
+    tokens, targets, samples = source.batch(units)
+    flat = targets.flatten()
+    positions = (flat != IGNORE).nonzero().squeeze(1)
+    return MicroBatch(
+        tokens, positions, flat[positions], samples, 0, samples.count, 1, 0, tokens.numel()
+    )

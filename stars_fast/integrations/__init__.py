@@ -1,0 +1,1 @@
+"""The penalty in other libraries' training loops."""

@@ -1,0 +1,311 @@
+"""The Jacobian penalty in transformers' Trainer and what derives from it, such as TRL's SFTTrainer.
+
+    class StarsTrainer(JacobianPenalty, Trainer):
+        pass
+
+    trainer = StarsTrainer(model, args, train_dataset=data, penalty_weight=0.1, turns=DepthLaw())
+    trainer.train()
+
+Shapes: B batch, S tokens, D model width.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from stars_fast.checks import check_integer
+from stars_fast.dual.run import first_output
+from stars_fast.integrations.batches import PACKED, samples_of
+from stars_fast.jsrr import fused_jsrr
+from stars_fast.models.block_kinds import DecoderStack, OuroTurn
+from stars_fast.models.looped_block import looped_block
+from stars_fast.training.depth import DepthLaw
+from stars_fast.training.penalty import PenaltyConfig
+from stars_fast.training.samples import Samples, draw_samples, sample_noise
+from stars_fast.training.seeds import derive
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class _Micro(NamedTuple):
+    """What is settled of a micro-batch before it runs.
+
+    place: among the micro-batches of its step on this process. turns: None where the model has no
+    choice. numbers: places of its samples in the batch of the whole step. share: of all samples of
+    the step, times the number of processes, which average.
+    """
+
+    step: int
+    place: int
+    turns: int | None
+    samples: Samples
+    numbers: list[int]
+    share: float
+
+
+class JacobianPenalty(_Trainer):
+    """Adds `||J v||^2` at the last state to the loss of a Trainer; write it before the Trainer.
+
+    Training minimises `(1 - lambda) L + lambda R`, or as `penalty` says. L is what the Trainer
+    makes of the model's loss: with `num_items_in_batch` the loss per target of the optimiser step,
+    over its micro-batches and processes. R is the mean over all samples of the same step, so that a
+    batch may be split among micro-batches and processes as one likes. A sample is a row of the
+    batch less its pads, or a packed document (`cu_seq_lens_q`, or `position_ids` without a mask,
+    which begin anew with each document), with a direction v of its own. Depth and v follow from
+    `args.seed`, the step and the sample's place in it: all processes run as many turns, and a
+    resumed run repeats them.
+
+    Evaluation is left alone: the plain loss, at the model's own number of turns. `log` reports
+    `penalty`, `token_loss` and `depth`, means since the last line, beside the `loss` of both terms.
+
+    Models:
+        Ouro (this package's class): `turns` of the shared block, J of one more at h^(t).
+        any decoder stack of transformers (Llama, Qwen, ...): its layers count as the block, run
+            once, and J is that of one more pass at the state in which they end, before the closing
+            norm. `turns` must be None. So too for Ouro by remote code, whose turns are fixed when
+            it is made.
+
+    It runs on one process or several with DistributedDataParallel, in fp32, bf16 or under autocast,
+    with gradient checkpointing or without. What lies on a device has to be looked at once an
+    optimiser step, for the bounds of samples.
+
+    Args:
+        args, kwargs: the Trainer's.
+        penalty_weight: lambda.
+        turns: a law, drawn anew for each micro-batch; a fixed number; or None for the model's own.
+        penalty: all settings of the penalty, instead of `penalty_weight`.
+
+    Raises:
+        TypeError: a model with no turn, or one of another kind.
+        ValueError: both `penalty` and `penalty_weight`; `turns` for a model without a choice; a
+            penalty with at="last"; DataParallel, FSDP, DeepSpeed, tensor, context or sequence
+            parallelism, or `torch_compile`.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        penalty_weight: float | None = None,
+        turns: DepthLaw | int | None = None,
+        penalty: PenaltyConfig | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if penalty is not None and penalty_weight is not None:
+            raise ValueError("penalty_weight: expected None when penalty is given, got both")
+        if penalty is None:
+            penalty = PenaltyConfig() if penalty_weight is None else PenaltyConfig(penalty_weight)
+        if penalty.at != "next":
+            raise ValueError(f"penalty: expected at='next' here, got {penalty.at!r}")
+        super().__init__(*args, **kwargs)
+        _check_launch(self)
+        self.penalty = penalty
+        self.depth = _depth_law(self.model, turns)
+        self._micros: deque[_Micro] = deque()
+        self._meter = _Meter(self.args.device)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """As the Trainer's; the batches of an optimiser step are known here, and planned."""
+        batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._micros = deque(self._plan([samples_of(batch) for batch in batches]))
+        self._meter.windows += 1
+        return batches, items
+
+    def _plan(self, samples: list[Samples]) -> list[_Micro]:
+        """The micro-batches of this process, from the samples in them."""
+        step, window = self.state.global_step, len(samples)
+        rank, processes = self.accelerator.process_index, self.accelerator.num_processes
+        counts = torch.tensor([[each.count for each in samples]])
+        if processes > 1:
+            counts = self.accelerator.gather(counts.to(self.args.device)).cpu()
+        # In the order of the data: micro-batch by micro-batch, and process by process within each.
+        ends = counts.T.flatten().cumsum(0).tolist()
+        micros = []
+        for place, each in enumerate(samples):
+            end = ends[place * processes + rank]
+            turns = None
+            if self.depth is not None:
+                seed = derive(self.args.seed, "depth")
+                turns = self.depth.sample(seed, step, place, window)
+            numbers = list(range(end - each.count, end))
+            share = each.count * processes / ends[-1]
+            micros.append(_Micro(step, place, turns, each, numbers, share))
+        return micros
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The Trainer's loss, and in training the penalty with it."""
+        inputs = dict(inputs)
+        block = _block_of(self.model)
+        if isinstance(block, OuroTurn) and inputs.get("position_ids") is not None:
+            for name in PACKED:  # the positions say the same, and TRL hands them on unread
+                inputs.pop(name, None)
+        if not model.training:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if not self._micros:
+            raise RuntimeError("compute_loss: in training, expected a batch of the training loop")
+        micro = self._micros.popleft()
+        if micro.turns is not None:
+            inputs |= {"turns": micro.turns, "tol": 0.0}
+        weight = self.penalty.weight_at(micro.step)
+        with _last_output(block) as states:
+            found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        loss, outputs = found if return_outputs else (found, None)
+        parts = self.current_gradient_accumulation_steps if self._divides(num_items_in_batch) else 1
+        penalty = torch.zeros_like(loss)
+        total = loss
+        if weight:
+            # Outside of DDP's forward, which has had the block's parameters in this iteration: a
+            # gradient is reduced when the backward has summed all of it.
+            share = micro.share * parts
+            penalty = share * self._penalty(states[-1], micro, inputs.get("position_ids"))
+            total = self.penalty.combine(loss, penalty, weight)
+        self._meter.add(loss / parts, penalty / parts, micro, penalised=bool(weight))
+        return (total, outputs) if return_outputs else total
+
+    def _penalty(self, h: Tensor, micro: _Micro, position_ids: Tensor | None) -> Tensor:
+        """Mean over the samples of ||J v||^2 at h [B, S, D], a scalar."""
+        samples, seed = micro.samples, self.args.seed
+        if samples.packed:
+            h, position_ids = h.reshape(1, -1, h.shape[-1]), None
+        v = sample_noise(h, samples, seed, micro.step, micro.numbers)
+        number = max(1, round(self.penalty.fraction * samples.count))
+        if number < samples.count:
+            chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
+            part = samples.take(chosen)
+            if position_ids is not None and len(position_ids) > 1 and not samples.packed:
+                position_ids = part.of(position_ids)
+            h, v, samples = part.of(h), part.of(v), part.samples
+        mask = None if samples.mask is None else samples.mask.to(h.device, non_blocking=True)
+        block = looped_block(
+            self.model,
+            attention_mask=mask,
+            position_ids=position_ids,
+            cu_seqlens=samples.cu_seqlens,
+        )
+        with self.accelerator.autocast():
+            return fused_jsrr(
+                block,
+                h,
+                v=v,
+                mask=mask,
+                cu_seqlens=samples.cu_seqlens,
+                power_steps=self.penalty.power_steps,
+                normalize=self.penalty.normalize,
+                detach=self.penalty.detach,
+            )
+
+    def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
+        """Whether the Trainer divides the loss by the number of micro-batches afterwards."""
+        scaled = getattr(self, "loss_is_scaled_for_ga", None)
+        if scaled is None:
+            per_item = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = per_item or self.compute_loss_func is not None
+        return not scaled
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer's, with the means of what was trained since the last line."""
+        if "loss" in logs and self._meter.windows:
+            sums = self._meter.sums
+            if self.accelerator.num_processes > 1:
+                sums = self.accelerator.gather(sums[None]).mean(0)
+            logs.update(self._meter.means(sums.tolist()))
+            self._meter = _Meter(self.args.device)
+        super().log(logs, start_time)
+
+
+class _Meter:
+    """Sums since the last line of the log, on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sums = torch.zeros(2, device=device, dtype=torch.float32)  # token loss, penalty
+        self.windows = 0
+        self.penalised = 0
+        self.turns: list[int] = []
+
+    def add(self, loss: Tensor, penalty: Tensor, micro: _Micro, penalised: bool) -> None:
+        """Add the shares of one micro-batch."""
+        self.sums += torch.stack([loss.detach().float(), penalty.detach().float()])
+        self.penalised += penalised and micro.place == 0
+        if micro.turns is not None:
+            self.turns.append(micro.turns)
+
+    def means(self, sums: list[float]) -> dict[str, float]:
+        """By name, per optimiser step; `sums` is `self.sums`, averaged over processes."""
+        row = {"token_loss": sums[0] / self.windows}
+        if self.penalised:
+            row["penalty"] = sums[1] / self.penalised
+        if self.turns:
+            row["depth"] = sum(self.turns) / len(self.turns)
+        return row
+
+
+def _check_launch(trainer: Any) -> None:
+    """Raise ValueError for the ways to run in which the penalty would be wrong or fail."""
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"args: expected one device a process, got {trainer.args.n_gpu} GPUs, over which the "
+            "Trainer splits a batch by DataParallel; launch with torchrun"
+        )
+    for name, found in (
+        ("FSDP", trainer.is_fsdp_enabled),
+        ("DeepSpeed", trainer.is_deepspeed_enabled),
+        ("a parallelism_config", getattr(trainer.accelerator, "parallelism_config", None)),
+        ("torch_compile", trainer.args.torch_compile),
+    ):
+        if found:
+            raise ValueError(f"args: expected DistributedDataParallel or one process, got {name}")
+
+
+def _block_of(model: Any) -> OuroTurn | DecoderStack:
+    block = looped_block(model)
+    if not isinstance(block, (OuroTurn, DecoderStack)):
+        raise TypeError(
+            f"model: expected Ouro or a decoder stack of transformers, got {type(model).__name__}"
+        )
+    return block
+
+
+def _depth_law(model: Any, turns: DepthLaw | int | None) -> DepthLaw | None:
+    """The law of the number of turns; None where the model has no choice."""
+    if not isinstance(_block_of(model), OuroTurn):
+        if turns is not None:
+            raise ValueError(
+                f"turns: expected None for {type(model).__name__}, whose turns can't be chosen, "
+                f"got {turns!r}"
+            )
+        return None
+    if isinstance(turns, DepthLaw):
+        return turns
+    number = model.config.total_ut_steps if turns is None else turns
+    check_integer("turns", number, 1)
+    return DepthLaw(law="fixed", value=number, low=number, high=number)
+
+
+@contextmanager
+def _last_output(block: OuroTurn | DecoderStack) -> Iterator[deque[Tensor]]:
+    """The outputs of the block's last module while the model runs: the state after each turn."""
+    states: deque[Tensor] = deque(maxlen=1)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        states.append(first_output(output))
+
+    end = block.layers[-1] if block.norm is None else block.norm
+    handle = end.register_forward_hook(keep)
+    try:
+        yield states
+    finally:
+        handle.remove()

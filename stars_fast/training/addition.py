@@ -1,0 +1,209 @@
+"""The paper's addition study as a task of the trainer."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer
+from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.training import tree
+from stars_fast.training.batches import HostBatch, MicroBatch
+from stars_fast.training.checkpoint import load_weights
+from stars_fast.training.config import RunConfig, load_config
+from stars_fast.training.distributed import World
+from stars_fast.training.loop import Loop, Turn, matrix_weights
+from stars_fast.training.losses import token_loss
+from stars_fast.training.run_folder import RunFolder
+from stars_fast.training.samples import Samples
+from stars_fast.training.seeds import derive
+from stars_fast.training.task import Results
+from stars_fast.training.tree import ConfigError
+
+FROM_DATA = ("model.vocab_size", "model.max_length")
+"""Fields that follow from the data where a recipe does not give them."""
+
+
+@dataclass
+class EvalConfig:
+    """Accuracy on unseen samples, during the run and at its end.
+
+    turns: numbers of turns to evaluate at; empty for no evaluation.
+    limit: unseen samples to evaluate on.
+    every: steps between evaluations; 0 for the end alone.
+    """
+
+    turns: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 100)
+    limit: int = 1000
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if any(turns < 1 for turns in self.turns):
+            raise ValueError(f"turns must be positive, got {list(self.turns)}")
+        if self.limit < 1 or self.every < 0:
+            raise ValueError(
+                f"limit must be at least 1 and every at least 0, got {self.limit} and {self.every}"
+            )
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    """A run of the addition study.
+
+    precision: mixed (fp32 weights, bf16 compute), float32, or bfloat16 (weights and all).
+    """
+
+    precision: Literal["mixed", "float32", "bfloat16"] = "float32"
+    model: LoopedConfig
+    data: AdditionConfig = field(default_factory=AdditionConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel.sharded:
+            raise ConfigError(
+                f"parallel.kind must be auto or ddp for the addition task, got {self.parallel.kind}"
+            )
+
+
+def config_from(mapping: Mapping[str, Any]) -> Config:
+    """The configuration from nested mappings; the model's vocabulary and length from the data.
+
+    Raises ConfigError as `tree.build`.
+    """
+    data = tree.build(AdditionConfig, mapping.get("data", {}), "data")
+    needed = {"vocab_size": AdditionTokenizer.vocab_size, "max_length": 3 * data.digits + 3}
+    config = tree.build(Config, tree.merge({"model": needed}, mapping))
+    for name, low in needed.items():
+        if getattr(config.model, name) < low:
+            raise ConfigError(
+                f"model.{name} must be at least {low} for the data, got "
+                f"{getattr(config.model, name)}"
+            )
+    return config
+
+
+class LoopedLoop(Loop):
+    """A `LoopedLM` as the step calls it. Pads stand on the right, where causality hides them."""
+
+    def __init__(self, model: LoopedLM) -> None:
+        super().__init__()
+        self.model: LoopedLM = model
+
+    def prelude(self, tokens: Tensor) -> Tensor:
+        return self.model.prelude(tokens)
+
+    def turn(self, h: Tensor, samples: Samples) -> Turn:
+        return self.model.block
+
+    def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
+        out = self.model.coda(h)
+        return token_loss(self.model.head, out, batch.positions, batch.labels) / count
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return [self.model.block]
+
+    def outside_block(self, supervised: float) -> float:
+        layers = matrix_weights(self.model.prelude_layers, self.model.coda_layers)
+        head = supervised * self.model.config.vocab_size * self.model.config.d_model
+        return (layers + head) / matrix_weights(self.model.block)
+
+    def turn_flops(self, lengths: list[int]) -> float:
+        config = self.model.config
+        attention = 2 * config.n_layers * config.d_model * sum(n * n for n in lengths)
+        return 2 * matrix_weights(self.model.block) * sum(lengths) + attention
+
+
+class Sums:
+    """The training sums as a source of batches; a unit is a sum."""
+
+    def __init__(self, data: AdditionData) -> None:
+        self.data = data
+
+    @property
+    def longest(self) -> int:
+        return self.data.max_length
+
+    def __len__(self) -> int:
+        return len(self.data.train)
+
+    def count(self, units: np.ndarray) -> np.ndarray:
+        return np.ones_like(units)
+
+    def batch(self, units: np.ndarray) -> HostBatch:
+        tokens, targets, mask = self.data.batch("train", torch.from_numpy(units))
+        return HostBatch(tokens, targets, Samples(len(units), None if mask.all() else mask))
+
+
+class Task:
+    """What a run of the addition study trains, on what, and how it is judged."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        self.config = config
+        self.world = world
+        try:
+            self.data = AdditionData(config.data)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"data: {error}") from error
+        self.source = Sums(self.data)
+        self.loop = LoopedLoop(make_model(config).to(world.device))
+        self.guessing = math.log(config.model.vocab_size)
+
+    def describe(self, samples: int, tokens: int) -> str:
+        return f"{samples} {self.config.data.digits}-digit sums = {tokens:,} tokens"
+
+    def notes(self) -> list[str]:
+        return []
+
+    def write(self, folder: RunFolder) -> None:
+        """The configuration says all of the model."""
+
+    def evaluate(self, step_loss: nn.Module, step: int, final: bool) -> Results:
+        """Accuracy on unseen samples by number of turns, evaluated on the first process."""
+        if not self.world.first or not self.config.eval.turns:
+            return {}
+        turns, limit = list(self.config.eval.turns), self.config.eval.limit
+        return {"accuracy": evaluate(self.loop.model, self.data, turns, limit)}
+
+    def tell(self, results: Results) -> list[str]:
+        shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in results["accuracy"].items())
+        return [f"exact match by turns  {shown}"]
+
+    def draw(self, results: Results, folder: Path) -> None:
+        from stars_fast.analysis.plots import accuracy_against_turns
+
+        accuracy_against_turns(
+            {self.config.name: results["accuracy"]},
+            folder / "accuracy.png",
+            title=f"{self.config.name}: exact match on unseen sums",
+            trained_depth=self.config.trained_turns,
+        )
+
+
+def make_model(config: Config) -> LoopedLM:
+    """The model of `config` with its initial weights, a function of the seed."""
+    torch.manual_seed(derive(config.seed, "init"))
+    return LoopedLM(config.model)
+
+
+def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Config]:
+    """The model of a run, at `step` or its newest checkpoint, and the run's configuration.
+
+    Raises ConfigError if the run or the checkpoint is not there, or is of another task.
+    """
+    folder = RunFolder(path)
+    if not folder.config.exists():
+        raise ConfigError(f"{path} is not a run folder: it has no config.yaml")
+    config = load_config(str(folder.config))
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path} is a run of the task {config.task}, not of the addition study")
+    model = LoopedLM(config.model)
+    load_weights(folder.checkpoint(step), model)
+    return model, config

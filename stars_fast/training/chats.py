@@ -1,0 +1,79 @@
+"""Tokenised chats as batches: packed one after the other, or padded to the longest."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stars_fast.data import IGNORE
+from stars_fast.data.packing import pack
+from stars_fast.data.tokenised import TokenisedChats
+from stars_fast.training.batches import HostBatch
+from stars_fast.training.samples import Samples
+
+
+class PackedChats:
+    """A unit is a row of whole chats; a batch is its rows one after the other, without a pad.
+
+    chats: the documents. row_length: tokens of a row at most. seed: of the packing.
+    """
+
+    def __init__(self, chats: TokenisedChats, row_length: int, seed: int) -> None:
+        self.chats = chats
+        self.longest = row_length
+        self.rows = pack(chats.lengths, row_length, seed)
+        self._counts = np.array([len(row) for row in self.rows])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def count(self, units: np.ndarray) -> np.ndarray:
+        return self._counts[units]
+
+    def batch(self, units: np.ndarray) -> HostBatch:
+        documents = np.concatenate([self.rows[unit] for unit in units])
+        parts = [next_tokens(self.chats, document) for document in documents]
+        tokens, targets = (torch.cat(each).unsqueeze(0) for each in zip(*parts, strict=True))
+        bounds = torch.tensor([0] + [len(part[0]) for part in parts]).cumsum(0)
+        return HostBatch(tokens, targets, Samples(len(documents), None, bounds))
+
+
+class PaddedChats:
+    """A unit is a chat; a batch is padded on the right to the longest of it.
+
+    chats: the documents. pad: the token to fill up with; nothing depends on which it is.
+    """
+
+    def __init__(self, chats: TokenisedChats, pad: int) -> None:
+        self.chats = chats
+        self.pad = pad
+        self.longest = int(chats.lengths.max())
+
+    def __len__(self) -> int:
+        return len(self.chats)
+
+    def count(self, units: np.ndarray) -> np.ndarray:
+        return np.ones_like(units)
+
+    def batch(self, units: np.ndarray) -> HostBatch:
+        parts = [next_tokens(self.chats, document) for document in units]
+        tokens = padded([part[0] for part in parts], self.pad)
+        targets = padded([part[1] for part in parts], IGNORE)
+        lengths = torch.tensor([len(part[0]) for part in parts])
+        mask = torch.arange(tokens.shape[1]) < lengths[:, None]
+        return HostBatch(tokens, targets, Samples(len(parts), None if mask.all() else mask))
+
+
+def next_tokens(chats: TokenisedChats, document: int) -> tuple[Tensor, Tensor]:
+    """The tokens [S] int64 of a document, and for each the token that follows it, [S] int64:
+    `IGNORE` where that is no target, and at the end."""
+    tokens, targets = (torch.from_numpy(np.array(each)) for each in chats.document(int(document)))
+    tokens = tokens.long()
+    following = torch.full_like(tokens, IGNORE)
+    following[:-1] = torch.where(targets[1:], tokens[1:], IGNORE)
+    return tokens, following
+
+
+def padded(rows: Sequence[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

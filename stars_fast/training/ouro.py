@@ -1,0 +1,274 @@
+"""Fine-tuning of Ouro on chats as a task of the trainer."""
+
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from stars_fast.checks import check_integer
+from stars_fast.data.chat import ChatDataConfig
+from stars_fast.training import tree
+from stars_fast.training.batches import MicroBatch, Source
+from stars_fast.training.config import RunConfig
+from stars_fast.training.distributed import World
+from stars_fast.training.loop import Loop, Turn, matrix_weights
+from stars_fast.training.optional import need
+from stars_fast.training.precision import autocast, parameter_dtype
+from stars_fast.training.run_folder import RunFolder
+from stars_fast.training.samples import Samples
+from stars_fast.training.seeds import derive
+from stars_fast.training.step import root_of
+from stars_fast.training.task import Results
+from stars_fast.training.tree import ConfigError
+
+TINY = "tiny"
+"""The path that stands for a model which the package makes, with random weights."""
+
+
+@dataclass
+class ModelConfig:
+    """The model to start from.
+
+    path: hub id or folder of an Ouro checkpoint, or tiny for one that the package makes.
+    attention: of plain turns: sdpa, eager, flex_attention, or an installed kernel library by its
+        name in transformers, such as flash_attention_2. Turns with a tangent have their own.
+    gate: the exit gate: frozen, or ignored.
+    width: hidden size of a tiny model.
+    layers: layers of a tiny model.
+    """
+
+    path: str = "ByteDance/Ouro-1.4B"
+    attention: str = "sdpa"
+    gate: str = "frozen"
+    width: int = 64
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("frozen", "ignored"):
+            raise ValueError(
+                f"gate must be frozen or ignored (training it is not part of STARS), got "
+                f"{self.gate!r}"
+            )
+        for name in ("width", "layers"):
+            check_integer(name, getattr(self, name), 1)
+        if self.width % 16:
+            raise ValueError(f"width must be a multiple of 16, got {self.width}")
+
+
+@dataclass
+class EvalConfig:
+    """Loss on the validation rows and lm-eval's tasks, during the run and at its end.
+
+    turns: numbers of turns to evaluate at; empty for no evaluation.
+    every: steps between evaluations; 0 for the end alone.
+    rows: chats in a forward pass.
+    tasks: names of lm-eval's tasks; empty for none.
+    tasks_limit: samples of each task; none for all.
+    """
+
+    turns: tuple[int, ...] = (2, 4, 8)
+    every: int = 0
+    rows: int = 8
+    tasks: tuple[str, ...] = ()
+    tasks_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if any(turns < 1 for turns in self.turns):
+            raise ValueError(f"turns must be positive, got {list(self.turns)}")
+        check_integer("every", self.every, 0)
+        check_integer("rows", self.rows, 1)
+        if self.tasks_limit is not None:
+            check_integer("tasks_limit", self.tasks_limit, 1)
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    """A run that trains Ouro."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: ChatDataConfig
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.eval.tasks and self.parallel.sharded:
+            raise ConfigError(
+                f"eval.tasks must be empty with parallel.kind {self.parallel.kind}: no process "
+                "holds the whole model; export the run and evaluate that"
+            )
+
+
+def config_from(mapping: Mapping[str, Any]) -> Config:
+    """The configuration from nested mappings. Raises ConfigError as `tree.build`."""
+    return tree.build(Config, mapping)
+
+
+class OuroLoop(Loop):
+    """An `OuroForCausalLM` as the step calls it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def prelude(self, tokens: Tensor) -> Tensor:
+        return self.model.model.embed_tokens(tokens)
+
+    def turn(self, h: Tensor, samples: Samples) -> Turn:
+        model = self.model.model
+        context = model.prepare(h, attention_mask=samples.mask, cu_seqlens=samples.cu_seqlens)
+        return lambda x: model.turn(x, context)
+
+    def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
+        from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+
+        rows = h.flatten(0, 1).index_select(0, batch.positions)
+        weight = self.model.lm_head.weight
+        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.model.model.layers)
+
+    def outside_block(self, supervised: float) -> float:
+        config = self.model.config
+        head = supervised * config.vocab_size * config.hidden_size
+        return head / matrix_weights(*self.layers)
+
+    def turn_flops(self, lengths: list[int]) -> float:
+        config = self.model.config
+        width = config.num_attention_heads * config.head_dim
+        attention = 2 * config.num_hidden_layers * width * sum(n * n for n in lengths)
+        return 2 * matrix_weights(*self.layers) * sum(lengths) + attention
+
+
+class Task:
+    """What a run trains, on what, and how it is judged."""
+
+    def __init__(self, config: Config, world: World) -> None:
+        need("transformers", "Ouro models")
+        self.config = config
+        self.world = world
+        try:
+            model, self.tokenizer = load(config)
+            self.source, self.validation = self._data()
+        except (ValueError, OSError) as error:
+            raise ConfigError(str(error)) from error
+        self.loop = OuroLoop(model.to(world.device).train())
+        self.guessing = math.log(model.config.vocab_size)
+
+    def _data(self) -> tuple[Source, Source | None]:
+        """The training data, tokenised by the first process of each machine, and the held-out."""
+        from stars_fast.data.tokenised import load_chats
+        from stars_fast.training.chats import PackedChats, PaddedChats
+
+        data, world = self.config.data, self.world
+        seed = derive(self.config.seed, "data") % 2**32
+        if not world.local_first:
+            world.wait()
+        train, validation = load_chats(data, self.tokenizer, seed, quiet=not world.first)
+        if world.local_first:
+            world.wait()
+        self.info = str(train.info)
+        pad = self.tokenizer.pad_token_id or 0
+        if data.packing:
+            seed = derive(self.config.seed, "packing") % 2**32
+            source: Source = PackedChats(train, data.row_length or data.max_length, seed)
+        else:
+            source = PaddedChats(train, pad)
+        return source, None if validation is None else PaddedChats(validation, pad)
+
+    def describe(self, samples: int, tokens: int) -> str:
+        rows = self.config.train.batch_size
+        packed = f" in {rows} rows" if self.config.data.packing else ""
+        return f"{samples} chats{packed} = {tokens:,} tokens"
+
+    def notes(self) -> list[str]:
+        return [f"data: {self.info}"]
+
+    def write(self, folder: RunFolder) -> None:
+        """What makes weights a model: configuration and tokenizer."""
+        from stars_fast.models.ouro.export import write_base
+
+        write_base(self.loop.model, self.tokenizer, folder.path)
+
+    def evaluate(self, step_loss: nn.Module, step: int, final: bool) -> Results:
+        """The validation loss, and lm-eval's metrics, by number of turns."""
+        from stars_fast.evaluation.harness import run_tasks
+        from stars_fast.evaluation.validation import validation_losses
+
+        config, world = self.config, self.world
+        results: Results = {}
+        if not config.eval.turns:
+            return results
+        if self.validation is not None:
+            context = autocast(config.precision, world.device, config.parallel.sharded)
+            results["validation_loss"] = validation_losses(
+                root_of(step_loss),
+                self.validation,
+                config.eval.turns,
+                world,
+                config.eval.rows,
+                context,
+            )
+        if config.eval.tasks and world.first:
+            results |= run_tasks(
+                self.loop.model,
+                self.tokenizer,
+                config.eval.tasks,
+                config.eval.turns,
+                config.eval.tasks_limit,
+            )
+        return results
+
+    def tell(self, results: Results) -> list[str]:
+        return [
+            f"{name.replace('_', ' ')} by turns  "
+            + "  ".join(f"{turns}: {value:.4g}" for turns, value in values.items())
+            for name, values in results.items()
+        ]
+
+    def draw(self, results: Results, folder: Path) -> None:
+        from stars_fast.analysis.plots import loss_against_turns
+
+        if "validation_loss" in results:
+            loss_against_turns(
+                {self.config.name: results["validation_loss"]},
+                folder / "validation.png",
+                trained_depth=self.config.trained_turns,
+            )
+
+
+def load(config: Config) -> tuple[Any, Any]:
+    """The model in the dtype of its parameters, on the CPU, and its tokenizer."""
+    if config.model.path != TINY:
+        return _load(config, config.model.path)
+    from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny_ouro(
+            folder,
+            seed=derive(config.seed, "init") % 2**32,
+            hidden_size=config.model.width,
+            intermediate_size=2 * config.model.width,
+            num_hidden_layers=config.model.layers,
+            remote_code=False,
+        )
+        return _load(config, folder)
+
+
+def _load(config: Config, path: str) -> tuple[Any, Any]:
+    from transformers import AutoTokenizer
+
+    from stars_fast.models.ouro import OuroForCausalLM
+
+    model = OuroForCausalLM.from_pretrained(
+        path,
+        dtype=parameter_dtype(config.precision),
+        attn_implementation=config.model.attention,
+        gate=config.model.gate,
+    )
+    return model, AutoTokenizer.from_pretrained(path)

@@ -1,0 +1,43 @@
+"""Two steps of the penalised Trainer: two_processes.py CHECKPOINT OUT MICRO."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+TESTS = Path(__file__).parents[2]
+sys.path += [str(TESTS / "integrations"), str(TESTS / "models")]
+
+from penalised import Gradients, StarsTrainer, arguments, documents, padded  # noqa: E402
+
+from stars_fast.models.ouro import OuroForCausalLM  # noqa: E402
+from stars_fast.training.depth import DepthLaw  # noqa: E402
+
+LENGTHS = (5, 8, 6, 9, 7, 5, 8, 4, 6, 9, 5, 7, 8, 6, 4, 7)
+
+
+def train(checkpoint, out, micro, **options):
+    """Gradients of both steps, of eight documents each in two micro-batches."""
+    net = OuroForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    kept = Gradients()
+    options = {"ddp_backend": "gloo", "max_steps": 2, "accumulation": 2} | options
+    trainer = StarsTrainer(
+        net,
+        arguments(out, micro, **options),
+        train_dataset=documents(LENGTHS),
+        data_collator=padded("right"),
+        callbacks=[kept],
+        penalty_weight=0.3,
+        turns=DepthLaw(high=5),
+    )
+    trainer.train()
+    return kept.steps, trainer.state.log_history
+
+
+if __name__ == "__main__":
+    folder, out, micro = sys.argv[1:]
+    steps, history = train(folder, out, int(micro))
+    if torch.distributed.get_rank() == 0:
+        torch.save((steps, history), Path(out) / "steps.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

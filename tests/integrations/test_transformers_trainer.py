@@ -1,0 +1,308 @@
+"""The penalty in transformers' Trainer and in TRL's SFTTrainer."""
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from dual_reference import KeepDouble, relative_error
+from ouro_models import checkpoint, model
+from penalised import (
+    Gradients,
+    StarsTrainer,
+    arguments,
+    by_hand,
+    documents,
+    padded,
+    recording,
+    turns_of,
+)
+from torch import nn
+from two_processes import train as two_steps
+
+from stars_fast.training.depth import DepthLaw
+from stars_fast.training.penalty import PenaltyConfig
+
+LAW = DepthLaw(high=5)
+LENGTHS = (6, 9, 7, 8)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """trained(net, data, collate, ...) -> trainer after training, gradients of its steps."""
+
+    def run(net, data, collate, micro=2, accumulation=1, kind=StarsTrainer, options=None, **given):
+        kept = Gradients()
+        trainer = kind(
+            net,
+            arguments(tmp_path, micro, accumulation, **options or {}),
+            train_dataset=data,
+            data_collator=collate,
+            callbacks=[kept],
+            **given,
+        )
+        trainer.train()
+        return trainer, kept.steps
+
+    return run
+
+
+def assert_same(mine, expected, tolerance):
+    assert mine.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert relative_error(mine[name], grad) <= tolerance, name
+
+
+def logged(trainer):
+    return [row for row in trainer.state.log_history if "loss" in row]
+
+
+# -- the gradient
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_gradient_of_a_step_is_that_by_hand(trained, side):
+    micros = []
+    trainer, steps = trained(
+        model(), documents(LENGTHS), recording(padded(side), micros),
+        accumulation=2, penalty_weight=0.3, turns=LAW,
+    )  # fmt: skip
+    turns = turns_of(LAW, 2, seed=5)
+    expected = by_hand(model(), micros, turns, 0.3, seed=5)
+    assert_same(steps[0], expected, 1e-8)
+    row = logged(trainer)[0]
+    assert row["depth"] == sum(turns) / 2
+    assert row["loss"] == pytest.approx(0.7 * row["token_loss"] + 0.3 * row["penalty"], rel=1e-5)
+    without = by_hand(model(), micros, turns, 0.0, seed=5)
+    some = "model.layers.0.mlp.up_proj.weight"
+    assert relative_error(expected[some], without[some]) > 1e-2  # the penalty weighs something
+
+
+@pytest.mark.parametrize("per_item", [True, False])
+def test_how_a_batch_is_split_does_not_matter(trained, per_item):
+    data, found = documents([8] * 4), []
+    for micro, accumulation in ((4, 1), (2, 2), (1, 4)):
+        net = model()
+        net.accepts_loss_kwargs = per_item
+        trainer, steps = trained(net, data, padded("right"), micro, accumulation, turns=3)
+        assert trainer.model_accepts_loss_kwargs == per_item
+        found.append((steps[0], logged(trainer)[0]))
+    for steps, row in found[1:]:
+        assert_same(steps, found[0][0], 1e-11)
+        for name in ("loss", "token_loss", "penalty", "depth"):
+            assert row[name] == pytest.approx(found[0][1][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("bounds", [True, False])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_packed_documents_have_the_gradient_of_padded_ones(trained, bounds, fraction):
+    from transformers import DataCollatorWithFlattening
+
+    data, law = documents(LENGTHS), {"penalty": PenaltyConfig(0.3, fraction=fraction), "turns": 2}
+    flat = DataCollatorWithFlattening(return_flash_attn_kwargs=bounds)
+    lists = [{name: x.tolist() for name, x in row.items()} for row in data]
+    _, packed = trained(model(), lists, flat, 4, **law)
+    _, rows = trained(model(), data, padded("right"), 4, **law)
+    assert_same(packed[0], rows[0], 1e-10)
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    script = Path(__file__).parent / "scripts" / "two_processes.py"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in ("0", "1"):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, str(script), str(checkpoint()), str(tmp_path), "2"]
+        started.append(subprocess.Popen(command, env=os.environ | place))
+    try:
+        assert [process.wait(240) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    both, history = torch.load(tmp_path / "steps.pt", weights_only=False)
+    alone, expected = two_steps(checkpoint(), tmp_path, 4, ddp_backend=None)
+    assert len(both) == len(alone) == 2
+    for mine, other in zip(both, alone, strict=True):
+        assert_same(mine, other, 1e-9)
+    for name in ("loss", "token_loss", "penalty", "depth"):
+        assert history[0][name] == pytest.approx(expected[0][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ouro", "llama"])
+def test_recomputation_changes_no_gradient(trained, kind):
+    data, found = documents(LENGTHS), []
+    for recompute in (False, True):
+        net, turns = (model(), 2) if kind == "ouro" else (llama(), None)
+        options = {"gradient_checkpointing": recompute}
+        found.append(trained(net, data, padded("left"), turns=turns, options=options)[1][0])
+        assert net.is_gradient_checkpointing == recompute
+    assert_same(found[1], found[0], 1e-12)
+
+
+# -- runs
+
+
+def test_a_resumed_run_is_the_run(trained, tmp_path):
+    data, net, again = documents([7] * 12), model(torch.float32), model(torch.float32)
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    given = {"turns": LAW, "penalty": PenaltyConfig(0.2, start_step=1, ramp_steps=2)}
+    run = partial(trained, data=data, collate=padded("right"), options=options, **given)
+    trainer, _ = run(net)
+    rows = logged(trainer)
+    assert ["penalty" in row for row in rows] == [False, True, True, True]
+    kind = partial(ResumedTrainer, tmp_path / "checkpoint-2")
+    run(again, kind=kind)
+    for (name, mine), other in zip(again.named_parameters(), net.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+
+
+class ResumedTrainer(StarsTrainer):
+    def __init__(self, start, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.start = start
+
+    def train(self):
+        return super().train(resume_from_checkpoint=str(self.start))
+
+
+def test_evaluation_is_the_plain_loss_at_the_models_own_turns(trained):
+    net, data = model(), documents(LENGTHS)
+    trainer, _ = trained(net, data, padded("right"), turns=2, options={"max_steps": 2})
+    found = trainer.evaluate(data)
+    with torch.no_grad():
+        expected = net(**padded("right")(data)).loss
+    assert found["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert not {"eval_penalty", "penalty", "depth"} & set(found)
+
+
+def test_under_autocast_the_penalty_is_nearly_that_of_fp32(trained):
+    data, rows = documents([9] * 8), []
+    for bf16 in (True, False):
+        options = {"bf16": bf16}
+        trainer, steps = trained(
+            model(torch.float32), data, padded("right"), 8, turns=2, options=options
+        )
+        assert all(grad.dtype == torch.float32 for grad in steps[0].values())
+        rows.append(logged(trainer)[0])
+    assert rows[0]["penalty"] == pytest.approx(rows[1]["penalty"], rel=0.02)
+    assert rows[0]["penalty"] != rows[1]["penalty"]
+
+
+# -- models
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def test_of_a_decoder_stack_the_layers_are_the_block(trained):
+    micros, data = [], documents([7] * 2)
+    with KeepDouble():
+        trainer, steps = trained(
+            llama(), data, recording(padded("right"), micros), penalty_weight=0.5
+        )
+
+    def turn(net, h):
+        places = torch.arange(h.shape[1])[None]
+        tables = net.model.rotary_emb(h, places)
+        for layer in net.model.layers:
+            h = layer(h, position_embeddings=tables, attention_mask=None, position_ids=places)
+        return h
+
+    net = llama()
+    with KeepDouble():
+        expected = by_hand(
+            net, micros, [None], 0.5, seed=5, turn=partial(turn, net),
+            state=lambda net, ids: turn(net, net.model.embed_tokens(ids)),
+        )  # fmt: skip
+    assert_same(steps[0], expected, 1e-7)
+    assert "depth" not in logged(trainer)[0]
+
+
+def test_what_it_can_not_train_is_refused(tmp_path):
+    data, args = documents(LENGTHS), arguments(tmp_path)
+    make = partial(StarsTrainer, train_dataset=data, data_collator=padded("right"))
+    with pytest.raises(ValueError, match="turns: expected None for LlamaForCausalLM"):
+        make(llama(), args, turns=4)
+    with pytest.raises(ValueError, match="penalty_weight"):
+        make(model(), args, penalty_weight=0.1, penalty=PenaltyConfig())
+    with pytest.raises(ValueError, match="at='next'"):
+        make(model(), args, penalty=PenaltyConfig(at="last", detach=False))
+    with pytest.raises(TypeError, match="decoder stack"):
+        make(nn.Linear(4, 4), args)
+    with pytest.raises(ValueError, match="turns must be an integer"):
+        make(model(), args, turns=0)
+    trainer = make(model(), args)
+    with pytest.raises(RuntimeError, match="training loop"):
+        trainer.compute_loss(trainer.model.train(), padded("right")(data))
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="torchrun"):
+        make(model(), args)
+    args._n_gpu, args.torch_compile = 1, True
+    with pytest.raises(ValueError, match="torch_compile"):
+        make(model(), args)
+
+
+def test_batches_without_bounds_are_refused(trained):
+    def square(rows):
+        batch = padded("right")(rows)
+        mask = torch.ones(len(rows), 1, 7, 7)
+        return batch | {"attention_mask": mask}
+
+    with pytest.raises(ValueError, match="attention_mask: expected"):
+        trained(model(), documents([7] * 4), square, turns=2)
+
+
+# -- TRL
+
+
+@pytest.mark.parametrize("padding_free", [False, True])
+def test_trls_trainer_has_the_gradient_by_hand(trained, padding_free):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    class StarsSFTTrainer(StarsTrainer.__mro__[1], trl.SFTTrainer):
+        pass
+
+    chats = [
+        {"messages": [{"role": "user", "content": f"What is {a} plus {b}?"},
+                      {"role": "assistant", "content": f"The sum is {a + b}."}]}
+        for a, b in ((1, 2), (31, 45), (7, 9), (120, 3))
+    ]  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint())
+    micros, net = [], model()
+    options = {
+        "kind": trl.SFTConfig, "padding_free": padding_free, "max_length": None, "bf16": False,
+    }  # fmt: skip
+    data = Dataset.from_list(chats)
+
+    class Recorded(StarsSFTTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.data_collator = recording(self.data_collator, micros)
+
+    trainer, steps = trained(
+        net, data, None, accumulation=2, kind=Recorded, options=options,
+        processing_class=tokenizer, penalty_weight=0.3, turns=LAW,
+    )  # fmt: skip
+    docs = [[dict.fromkeys(("input_ids", "labels"), d["input_ids"]) for d in m] for m in micros]
+    turns = turns_of(LAW, 2, seed=5)
+    # TRL's own head computes the token loss in fp32.
+    assert_same(steps[0], by_hand(model(), docs, turns, 0.3, seed=5), 1e-6)
+    assert {"penalty", "token_loss", "depth", "mean_token_accuracy"} <= set(logged(trainer)[0])

@@ -1,0 +1,37 @@
+"""Runs of the Ouro trainer, one after the other: python ouro.py CONFIG ...
+
+Beside each run's folder the gradient of its first step is written as NAME.grad.pt.
+"""
+
+import os
+import sys
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from stars_fast.training import trainer
+from stars_fast.training.config import load_config
+
+real_step = trainer.train_step
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train_step(step_loss, optimizer, config, window, plan, world):
+    stats = real_step(step_loss, optimizer, config, window, plan, world)
+    if plan.step == 0:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradient = [whole(p.grad) for p in parameters]
+        if world.first:
+            torch.save(gradient, f"{config.out}.grad.pt")
+    return stats
+
+
+trainer.train_step = train_step
+trainer.Trainer._draw = lambda *_: None  # figures take longer than these runs
+if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # one group for all runs
+    torch.distributed.init_process_group("gloo")
+for path in sys.argv[1:]:
+    trainer.train(load_config(path))
