@@ -1,21 +1,40 @@
-"""Tokens per second of transformers' Trainer, SFT of an Ouro on given micro-batches.
+"""Tokens per second of this package's trainer over transformers' Trainer: SFT of a tiny Ouro on the
+same samples, both in turns in one run.
 
-    python benchmarks/trainer_speed.py [--steps 20] [--warmup 5] [--batch 4] [--length 64]
+    python benchmarks/trainer_speed.py [--repeats 5] [--steps 20] [--batch 4] [--length 64]
 
-fp32, one thread, one process, fused AdamW without decay. Tokens are real ones, without pads.
+fp32, one thread, one process, fused AdamW without decay, gradient norm and clipping, four turns.
+"padded" has the same padded micro-batches in both; "packed" has the same samples, packed in ours.
+Tokens are real ones, without pads. The last line of the output is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from stars_fast.models.ouro.losses import next_tokens
+from stars_fast.training import ouro
+from stars_fast.training.batches import HostBatch
+from stars_fast.training.config import config_from
+from stars_fast.training.distributed import processes
+from stars_fast.training.metrics import read_metrics
+from stars_fast.training.run_folder import RunFolder
+from stars_fast.training.samples import Samples
+from stars_fast.training.trainer import Trainer
 
 
 def transformers_rate(
@@ -70,6 +89,86 @@ def transformers_rate(
     return tokens / (times[1] - times[0])
 
 
+class Given:
+    """The rows of micro-batches as a source."""
+
+    def __init__(self, micros: Sequence[dict[str, Tensor]], packing: bool) -> None:
+        self.packing = packing
+        self.rows = [
+            {name: tensor[i] for name, tensor in micro.items()}
+            for micro in micros
+            for i in range(len(micro["input_ids"]))
+        ]
+        self.longest = len(self.rows[0]["input_ids"])
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def count(self, units: np.ndarray) -> np.ndarray:
+        return np.ones_like(units)
+
+    def batch(self, units: np.ndarray) -> HostBatch:
+        rows = [self.rows[unit] for unit in units]
+        tokens, labels, mask = (
+            torch.stack([row[name] for row in rows])
+            for name in ("input_ids", "labels", "attention_mask")
+        )
+        real = mask.bool()
+        targets = next_tokens(labels, real)
+        if not self.packing:
+            return HostBatch(tokens, targets, Samples(len(rows), real))
+        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
+        return HostBatch(tokens[real][None], targets[real][None], Samples(len(rows), None, bounds))
+
+
+def our_rate(
+    checkpoint: str | Path,
+    micros: Sequence[dict[str, Tensor]],
+    packing: bool,
+    *,
+    steps: int,
+    warmup: int,
+    accumulation: int = 1,
+    lr: float = 1e-4,
+    clip: float = 1.0,
+) -> float:
+    """The same of this package's trainer, with its metrics and its log; the rows come in the order
+    of the trainer's own shuffle."""
+
+    class Task(ouro.Task):
+        def _data(self):
+            self.info = "given micro-batches"
+            return Given(micros, packing), None
+
+    with tempfile.TemporaryDirectory() as folder, processes("cpu") as world:
+        config = config_from(
+            {
+                "task": "ouro", "method": "sft", "precision": "float32",
+                "out": f"{folder}/run",
+                "model": {"path": str(checkpoint)}, "data": {"source": "given"},
+                "depth": {"law": "fixed", "value": 4},
+                "optim": {"lr": lr, "weight_decay": 0.0, "clip": clip, "schedule": "wsd"},
+                "train": {
+                    "steps": warmup + steps, "accumulation": accumulation,
+                    "batch_size": accumulation * len(micros[0]["input_ids"]), "report_to": [],
+                    "log_every": warmup, "save_every": 0, "device": "cpu", "threads": 1,
+                },
+                "eval": {"turns": []},
+            }
+        )  # fmt: skip
+        run = RunFolder(config.out)
+        task = Task(config, world)
+        trainer = Trainer(config, task, run, world)
+        trainer._draw = lambda *_: None
+        run.open(config, 1)
+        trainer.run()
+        rows = read_metrics(run.metrics)
+    done = [row["tokens"] for row in rows]
+    tokens = [after - before for before, after in pairwise(done)]
+    seconds = [n / row["tokens_per_second"] for n, row in zip(tokens, rows[1:], strict=True)]
+    return sum(tokens) / sum(seconds)
+
+
 def random_micros(count: int, batch: int, length: int) -> list[dict[str, Tensor]]:
     """Micro-batches of random tokens, padded on the right by up to a third."""
     generator = torch.Generator().manual_seed(0)
@@ -88,6 +187,7 @@ def main() -> None:
     from stars_fast.models.ouro.tiny import write_tiny_ouro
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--accumulation", type=int, default=2)
@@ -96,16 +196,42 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     micros = random_micros(4 * options.accumulation, options.batch, options.length)
+    sizes = {"steps": options.steps, "warmup": options.warmup, "accumulation": options.accumulation}
+    rates: dict[str, list[float]] = {"transformers": [], "padded": [], "packed": []}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_tiny_ouro(Path(folder) / "ouro", hidden_size=64, intermediate_size=128)
-        rate = transformers_rate(
-            checkpoint,
-            micros,
-            steps=options.steps,
-            warmup=options.warmup,
-            accumulation=options.accumulation,
-        )
-    print(json.dumps({"transformers_tokens_per_second": round(rate, 1)}))
+        for repeat in range(options.repeats):
+            names = list(rates)
+            for name in names if repeat % 2 else names[::-1]:  # no one always comes first
+                if name == "transformers":
+                    rate = transformers_rate(checkpoint, micros, **sizes)
+                else:
+                    rate = our_rate(checkpoint, micros, name == "packed", **sizes)
+                rates[name].append(rate)
+    import transformers
+
+    def over_transformers(name: str) -> dict[str, float]:
+        ratios = [a / b for a, b in zip(rates[name], rates["transformers"], strict=True)]
+        return {
+            "median": round(statistics.median(ratios), 3),
+            "low": round(min(ratios), 3),
+            "high": round(max(ratios), 3),
+        }
+
+    result = {
+        "tokens_per_second": {name: round(statistics.median(each)) for name, each in rates.items()},
+        "over_transformers": {name: over_transformers(name) for name in ("padded", "packed")},
+        "repeats": options.repeats,
+        "batch": [options.batch, options.length],
+        **sizes,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+        ).stdout.strip(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ class ChatEncoder:
         or does not end its message with `<|im_end|>` or the tokenizer's end token.
         """
         chats = [self._with_system(messages) for messages in conversations]
+        if not chats:
+            return []
         texts = [self._render(messages) for messages in chats]
         encoded = self.tokenizer(
             texts,

@@ -57,7 +57,7 @@ class LoopConfig:
     device: auto is CUDA where there is one.
     threads: CPU threads per process; none for PyTorch's choice.
     prefetch: make the next step's batch in a thread.
-    compile: compile the layers of plain turns with torch.compile.
+    compile: run the layers through torch.compile.
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
     project: of wandb and trackio.
@@ -176,6 +176,10 @@ class RunConfig:
         if self.optim.stochastic_rounding and self.precision != "bfloat16":
             raise ConfigError(
                 f"optim.stochastic_rounding is for precision bfloat16, got {self.precision}"
+            )
+        if self.train.compile and self.parallel.sharded:
+            raise ConfigError(
+                f"train.compile must be false with parallel.kind {self.parallel.kind}"
             )
         if self.out is None:
             self.out = str(Path("runs") / self.name)

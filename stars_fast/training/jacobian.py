@@ -73,7 +73,7 @@ def _penalty(
     turn = loop.turn(h, samples)
     mask = samples.mask
     return fused_jsrr(
-        dual_block(turn, recompute, by_layer(turn, loop.model)),
+        dual_block(turn, recompute, by_layer(turn, loop.model) if recompute.dual else None),
         h,
         v=sample_noise(h, samples, config.seed, step, numbers),
         mask=None if mask is None else mask.to(h.device, non_blocking=True),

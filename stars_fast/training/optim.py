@@ -112,11 +112,12 @@ def gradient_norm(module: nn.Module, clip: float | None) -> Tensor:
 
     Gradients may be shards: the norm is that of the whole, the same on every process.
     """
-    norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+    parameters = [p for p in module.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
     if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
         norm = norm.full_tensor()
     if clip is not None:
-        nn.utils.clip_grads_with_norm_(module.parameters(), clip, norm)
+        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
     return norm
 
 

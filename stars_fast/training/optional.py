@@ -1,9 +1,13 @@
-"""Libraries that only training needs, asked for where they are used."""
+"""Libraries that only some runs need, asked for where they are used."""
 
 from importlib import import_module
 from types import ModuleType
 
 from stars_fast.training.tree import ConfigError
+
+_NAMES = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
+_EXTRAS = {"transformers": "ouro", "datasets": "ouro", "lm_eval": "eval", "torchao": "rounding"}
+"""Extras of this package that bring a library; \"train\" brings the others."""
 
 
 def need(module: str, purpose: str) -> ModuleType:
@@ -11,7 +15,8 @@ def need(module: str, purpose: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        package = {"yaml": "pyyaml"}.get(module, module).partition(".")[0]
+        top = module.partition(".")[0]
         raise ConfigError(
-            f'{purpose} need {package}: pip install "stars-fast[train]" ({error})'
+            f"{purpose} need {_NAMES.get(top, top)}: pip install "
+            f'"stars-fast[{_EXTRAS.get(top, "train")}]" ({error})'
         ) from error

@@ -108,7 +108,8 @@ def config_from(mapping: Mapping[str, Any]) -> Config:
 
 
 class OuroLoop(Loop):
-    """An `OuroForCausalLM` as the step calls it."""
+    """An `OuroForCausalLM` as the step calls it. Pads stand on the right, where causality hides them
+    without a mask."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class OuroLoop(Loop):
 
     def turn(self, h: Tensor, samples: Samples) -> Turn:
         model = self.model.model
-        context = model.prepare(h, attention_mask=samples.mask, cu_seqlens=samples.cu_seqlens)
+        context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:

@@ -97,7 +97,7 @@ class StepLoss(nn.Module):
             turns - shares_last,
             None if kept is None else kept - shares_last,
             recompute,
-            by_layer(turn, loop.model),
+            by_layer(turn, loop.model) if recompute.turns else None,
         )
         h = states[-1]
         penalty = h.new_zeros((), dtype=torch.float32)
@@ -186,7 +186,7 @@ def train_step(
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up
         shares = shares + share
     shares = world.sum_(shares)
-    norm = gradient_norm(step_loss, config.optim.clip)
+    norm = gradient_norm(step_loss, config.optim.clip).to(world.device)
     finite = shares.isfinite().all() & norm.isfinite()
     step_if(optimizer, finite, plan.lr)
     return StepStats(shares[0], shares[1], norm, real, finite)

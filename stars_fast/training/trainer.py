@@ -11,7 +11,7 @@ import torch
 
 from stars_fast.training import tree
 from stars_fast.training.batches import Batches, MicroBatch, Prefetch
-from stars_fast.training.checkpoint import Checkpoints, latest
+from stars_fast.training.checkpoint import Checkpoints, SaveError, latest
 from stars_fast.training.collapse import CollapseMonitor
 from stars_fast.training.config import RunConfig, task_of
 from stars_fast.training.cost import step_cost
@@ -61,7 +61,10 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         if world.first:
             folder.open(config, world.size)
             task.write(folder)
-        return trainer.run()
+        try:
+            return trainer.run()
+        except SaveError as error:
+            raise TrainingFailure(str(error)) from error
 
 
 class Trainer:
@@ -90,6 +93,9 @@ class Trainer:
         self.step_loss = parallelise(
             loss, task.loop.layers, config.parallel, config.precision, world
         )
+        if config.train.compile:
+            for layer in task.loop.layers:
+                layer.compile()
         self.optimizer = make_optimizer(config.optim, self.model)
         self.checkpoints = Checkpoints(folder.checkpoints, world, config.train.keep)
         self.meter = Meter(world.device, peak_flops(world.device, config.precision))
@@ -135,12 +141,12 @@ class Trainer:
                 stopped = self._loop(interrupts)
             if not stopped:
                 self._finish()
-            self.checkpoints.wait()
         finally:
             self.windows.close()
             self.progress.close()
             if self.log is not None:
                 self.log.close()
+            self.checkpoints.wait()
         return Outcome(self.step, self.folder.path, stopped)
 
     def _loop(self, interrupts: Interrupts) -> int:

@@ -343,6 +343,7 @@ def test_many_chats_keep_their_order(tokenizer):
     conversations = [[user("q" * i), assistant(f"answer {i}")] for i in range(1, 9)]
     chats = ChatEncoder(tokenizer).encode(conversations)
     assert [said(tokenizer, chat) for chat in chats] == [[f"answer {i}{END}"] for i in range(1, 9)]
+    assert ChatEncoder(tokenizer).encode([]) == []
 
 
 @pytest.mark.parametrize(

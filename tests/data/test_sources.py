@@ -9,13 +9,9 @@ from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.sources import conversation, find_columns, find_source, usable_rows
 from stars_fast.data.tiny_chat import MAX_SUMMANDS, tiny_chats, write_tiny_chats
 
+pytestmark = pytest.mark.usefixtures("offline")
+
 ROWS = [{"problem": f"p{i}", "solution": f"s{i}", "answer": i} for i in range(6)]
-
-
-@pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 def jsonl(path, rows=ROWS):

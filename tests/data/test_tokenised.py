@@ -12,18 +12,14 @@ from stars_fast.data import sources, tokenised
 from stars_fast.data.chat import ChatDataConfig, ChatEncoder
 from stars_fast.data.tokenised import load_chats
 
+pytestmark = pytest.mark.usefixtures("offline")
+
 END = "<|im_end|>"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return tokenizer_in(tmp_path_factory.mktemp("chats") / "tokenizer")
-
-
-@pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
