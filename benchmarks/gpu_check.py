@@ -427,8 +427,31 @@ def training(report: Report, device: str, small: bool) -> None:
     report.add("training", entry)
 
 
+def methods(report: Report, device: str, small: bool) -> None:
+    """Whole training steps of Ouro by every method, over SFT, through the trainer's own step."""
+    from method_cost import measure
+
+    if small:
+        result = measure("tiny", device, "mixed", 64, 1)
+    else:
+        result = measure("ouro", device, "mixed", 4096, 3)
+    for name, entry in result["methods"].items():
+        if not entry["seconds"] > 0:
+            report.failures.append(f"methods: {name}: {entry}")
+    report.add("methods", result)
+
+
 # bf16 is what is used: its kernels are compiled, checked and timed before the other dtypes.
-SECTIONS = ("correctness", "ouro", "rows", "attention", "blocks", "training", "other dtypes")
+SECTIONS = (
+    "correctness",
+    "ouro",
+    "rows",
+    "attention",
+    "blocks",
+    "methods",
+    "training",
+    "other dtypes",
+)
 
 
 def main() -> int:
@@ -452,6 +475,7 @@ def main() -> int:
         "rows": lambda: row_times(report, device, dtype, small),
         "attention": lambda: attention_times(report, device, dtype, small),
         "blocks": lambda: all_block_times(report, device, dtype, small),
+        "methods": lambda: methods(report, device, small),
         "training": lambda: training(report, device, small),
     }
     for name in options.only or SECTIONS:
