@@ -35,9 +35,9 @@ def main() -> int:
     parser.add_argument("--packing", choices=("true", "false"), default="true")
     parser.add_argument("--parallel", choices=("auto", "ddp", "fsdp"), default="auto")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=0, help="default: 40 a kill, 60 more")
+    parser.add_argument("--steps", type=int, default=0, help="default: 10 a kill, 40 more")
     args = parser.parse_args()
-    steps = args.steps or 40 * args.kills + 60
+    steps = args.steps or 10 * args.kills + 40
     with tempfile.TemporaryDirectory() as folder:
         run = Runner(Path(folder), args, steps)
         straight, killed = Path(folder) / "straight", Path(folder) / "killed"

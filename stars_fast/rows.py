@@ -91,7 +91,7 @@ class Rows:
             torch._assert_async(fits, expected)  # asking the device would make the host wait
         elif not fits:
             raise ValueError(f"{expected}, got {cu_seqlens.tolist()}")
-        lengths = cu_seqlens.diff().to(h.device)
+        lengths = cu_seqlens.to(h.device, non_blocking=True).diff()
         documents = torch.arange(len(lengths), device=h.device)
         owner = torch.repeat_interleave(documents, lengths, output_size=total)
         sizes = lengths.to(dtype) * h.shape[-1]

@@ -40,18 +40,20 @@ def validation_losses(
     root.eval()
     sums = torch.zeros(len(depths) + 1, dtype=torch.float64, device=world.device)
     starts = range(0, len(source), units)
-    with context:
-        for first in range(0, len(starts), world.size):
-            piece = first + world.rank
-            # A process without a piece of its own runs one all the same: sharded weights are
-            # gathered by all processes or by none.
-            start = starts[piece if piece < len(starts) else 0]
-            batch = _batch(source, np.arange(start, min(start + units, len(source))))
-            losses = root(losses_at, to_device(batch, world.device), depths)
-            if piece < len(starts):
-                sums[:-1] += losses.double()
-                sums[-1] += len(batch.labels)
-    root.train(was_training)
+    try:
+        with context:
+            for first in range(0, len(starts), world.size):
+                piece = first + world.rank
+                # A process without a piece of its own runs one all the same: sharded weights are
+                # gathered by all processes or by none.
+                start = starts[piece if piece < len(starts) else 0]
+                batch = _batch(source, np.arange(start, min(start + units, len(source))))
+                losses = root(losses_at, to_device(batch, world.device), depths)
+                if piece < len(starts):
+                    sums[:-1] += losses.double()
+                    sums[-1] += len(batch.labels)
+    finally:
+        root.train(was_training)
     *totals, count = world.sum_(sums).tolist()
     return {depth: total / count for depth, total in zip(depths, totals, strict=True)}
 

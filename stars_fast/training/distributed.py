@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,12 +14,17 @@ from torch import Tensor
 
 from stars_fast.training.tree import ConfigError
 
+PATIENCE = timedelta(hours=24)
+"""How long processes wait for one that tokenises the data or runs lm-eval. One that hangs in a
+device's collective is noticed much sooner, by NCCL."""
+
 
 @dataclass(frozen=True)
 class World:
     """This process among those of the run: its rank, their number, its device.
 
     local_rank, local_size: the same among the processes of its machine; by default it is alone.
+    host: the group in which processes agree without a device; the default one if None.
     """
 
     rank: int
@@ -26,6 +32,7 @@ class World:
     device: torch.device
     local_rank: int = 0
     local_size: int = 1
+    host: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -48,7 +55,7 @@ class World:
         if self.size == 1:
             return value
         agreed = torch.tensor(value)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.host)
         return int(agreed)
 
     def total(self, values: Sequence[int]) -> list[int]:
@@ -56,7 +63,7 @@ class World:
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.host)
         return sums.tolist()
 
     def from_first(self, value: Any) -> Any:
@@ -64,13 +71,13 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, group=self.host, device=torch.device("cpu"))
         return box[0]
 
     def wait(self) -> None:
         """Return once every process is here."""
         if self.size > 1:
-            dist.barrier()
+            dist.all_reduce(torch.zeros(1), group=self.host)
 
 
 def join(kind: str, alone: bool = False) -> None:
@@ -110,8 +117,11 @@ def processes(device: str = "auto") -> Iterator[World]:
     if joined and size > 1:
         join(kind)
     try:
-        rank = dist.get_rank() if size > 1 else 0
-        yield World(rank, size, here, local, local_size)
+        if size == 1:
+            yield World(0, 1, here)
+            return
+        host = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield World(dist.get_rank(), size, here, local, local_size, host)
     finally:
         if dist.is_initialized():
             # A Gloo thread may still be letting go of the last collective, for which it needs the

@@ -64,6 +64,8 @@ class Samples:
         assert self.spans is not None
         spans = [self.spans[i] for i in chosen]
         bounds = torch.tensor([0] + [b - a for a, b in spans]).cumsum(0)
+        if self.cu_seqlens is not None and self.cu_seqlens.is_pinned():
+            bounds = bounds.pin_memory()
         index = torch.cat([torch.arange(a, b) for a, b in spans])
         return Part(Samples(len(chosen), None, bounds), chosen, 1, index)
 

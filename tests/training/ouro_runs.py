@@ -1,6 +1,9 @@
 """Small runs of the Ouro trainer, for tests."""
 
+from pathlib import Path
+
 from stars_fast.training.config import config_from
+from stars_fast.training.metrics import read_metrics
 from stars_fast.training.tree import merge
 
 TINY = {
@@ -25,3 +28,12 @@ def ouro_run(folder, cache, **changes):
     if changes.get("method") in ("sft", "jsrr"):
         mapping = merge(mapping, {"depth": FIXED})
     return config_from(merge(mapping, changes))
+
+
+def rows_of(folder):
+    """The metrics of a run but its speed and memory."""
+    rows = read_metrics(Path(folder) / "metrics.jsonl")
+    for row in rows:
+        for name in ("tokens_per_second", "mfu", "memory_gib"):
+            row.pop(name)
+    return rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -134,12 +133,11 @@ def _windows(config: OuroConfig) -> list[tuple[str, int | None]]:
 
 def _documents(cu_seqlens: Tensor, h: Tensor) -> tuple[Documents, Tensor]:
     """Bounds, and [1, S]: where the document of each token starts. The host looks at the bounds:
-    on the CPU they keep a GPU from waiting."""
+    on the CPU, in pinned memory, they keep a GPU from waiting."""
     bounds = cu_seqlens.tolist()
-    lengths = torch.tensor([b - a for a, b in pairwise(bounds)])
-    starts = torch.repeat_interleave(torch.tensor(bounds[:-1]), lengths)
-    cu = cu_seqlens.to(h.device, torch.int32)
-    return Documents(cu, bounds), starts.to(h.device).unsqueeze(0)
+    cu = cu_seqlens.to(h.device, torch.int32, non_blocking=True)
+    starts = torch.repeat_interleave(cu[:-1].long(), cu.diff(), output_size=h.shape[1])
+    return Documents(cu, bounds), starts.unsqueeze(0)
 
 
 def _padding(mask: Tensor | None, device: torch.device) -> tuple[Tensor | None, bool]:
