@@ -119,6 +119,71 @@ def test_seeds_and_steps_are_different_streams():
     assert len(draws) == 8
 
 
+RANKS, WINDOW, STEPS = 4, 32, 60
+
+
+def test_ranks_of_the_same_depths_wait_for_no_one():
+    """How much longer a step takes because the ranks wait for the deepest: the largest total depth
+    of a rank over the mean of the ranks, for the paper's law, 4 ranks and 32 micro-batches each.
+
+    Compared are ranks with draws of their own, as in the published code, which here are draws of
+    different seeds; and ours, which have one seed and so the same depths. If a rank did have draws
+    of its own, those of stratified steps would still be alike. The last compares steps, not ranks:
+    how far the total depth of a stratified step is from the law's."""
+
+    def totals(seeds, stratified):
+        law = DepthLaw(stratified=stratified)
+        micros = range(WINDOW)
+        return np.array(
+            [
+                [sum(law.sample(seed, step, micro, WINDOW) for micro in micros) for seed in seeds]
+                for step in range(STEPS)
+            ]
+        )
+
+    def imbalance(drawn):
+        return float((drawn.max(1) / drawn.mean(1)).mean())
+
+    independent = totals(range(RANKS), False)
+    assert imbalance(independent) == pytest.approx(1.077, abs=0.02)
+    stratified = totals(range(RANKS), True)
+    assert imbalance(stratified) <= 1.02
+    assert imbalance(totals([0] * RANKS, True)) == 1.0
+
+    expected = WINDOW * DepthLaw().mean()
+    assert np.std(stratified / expected) <= 0.02
+    assert np.std(independent / expected) > 0.06
+    assert (stratified.max(1) / expected).mean() <= 1.02
+
+
+@pytest.mark.parametrize("step", [0, 30, 99, 100, 150])
+def test_the_mean_depth_of_a_curriculum_rises_to_the_laws(step):
+    law = DepthLaw(curriculum_start=2.0, curriculum_steps=100)
+    chances = dict(law.chances(step))
+    mean = sum(depth * chance for depth, chance in chances.items())
+    assert sum(chances.values()) == pytest.approx(1)
+    # A little more than planned where depths below 1 are clipped.
+    planned = 2.0 + (law.mean() - 2.0) * min(step / 100, 1.0)
+    assert mean == pytest.approx(planned, rel=0.01)
+    if step >= 100:
+        assert mean == pytest.approx(law.mean(), rel=1e-12)
+        assert chances == pytest.approx({depth: law.pmf(depth) for depth in range(1, 17)})
+    draws = np.array([law.sample(seed, step) for seed in range(1500)])
+    assert abs(draws.mean() - mean) < 3.5 * draws.std() / len(draws) ** 0.5
+    counted = np.bincount(draws, minlength=law.high + 1)
+    assert all(chances.get(depth, 0.0) > 0 for depth in np.flatnonzero(counted))
+    likely = [depth for depth in chances if 1500 * chances[depth] >= 5]
+    rest = 1500 - counted[likely].sum()
+    expected = [1500 * chances[depth] for depth in likely]
+    observed = [*counted[likely], rest]
+    assert stats.chisquare(observed, [*expected, 1500 - sum(expected)]).pvalue > 1e-4
+
+
+def test_a_curriculum_starts_at_most_at_the_laws_mean():
+    law = DepthLaw("uniform", low=1, high=3, curriculum_start=9.0, curriculum_steps=10)
+    assert dict(law.chances(0)) == pytest.approx({depth: law.pmf(depth) for depth in (1, 2, 3)})
+
+
 def test_quantile_inverts_the_cumulative_law():
     law = LAWS["ouro"]
     below = 0.0
@@ -140,6 +205,9 @@ def test_quantile_inverts_the_cumulative_law():
         ({"sigma": 0.0}, "sigma must be positive and finite, got 0.0"),
         ({"law": "poisson", "rate": -1.0}, "rate must be positive and finite, got -1.0"),
         ({"mu": float("nan")}, "mu must be finite, got nan"),
+        ({"curriculum_steps": -1}, "curriculum_steps must be an integer >= 0, got -1"),
+        ({"curriculum_start": 0.5}, "curriculum_start must be at least 1, got 0.5"),
+        ({"law": "fixed", "curriculum_steps": 5}, "curriculum_steps must be 0 for a fixed law"),
         ({"law": "fixed", "value": 20}, r"value must be in \[low, high\] = \[1, 16\], got 20"),
     ],
 )
