@@ -161,7 +161,9 @@ def _train_help() -> str:
             if path.rpartition(".")[0] != section:
                 section = path.rpartition(".")[0]
                 lines.append("")
-            default = "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
+            default = (
+                "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
+            )
             default = " (default from the data)" if path in FROM_DATA else default
             lines.append(f"  --{path} {tree.type_name(field.type)}")
             lines.append(f"      {field.help}{default}".rstrip())

@@ -187,10 +187,13 @@ def _load(config: ChatDataConfig, path: str, subset: str | None, **files: Any) -
     datasets = _datasets()
     try:
         return datasets.load_dataset(path, subset, split=config.split, **files)
+    except StopIteration as error:  # a file without a byte
+        raise ValueError(f"data.source: {config.source} is empty") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ValueError(
             f"data.source: can't load {config.source} (subset {config.subset}, split "
-            f"{config.split}): {error}"
+            f"{config.split}): {error}{cause}"
         ) from error
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stars_fast.data import IGNORE
-from stars_fast.training.batches import MicroBatch, Source, to_device
+from stars_fast.training.batches import MicroBatch, Source, micro_batch, to_device
 from stars_fast.training.distributed import World
 from stars_fast.training.step import StepLoss
 
@@ -47,7 +46,7 @@ def validation_losses(
                 # A process without a piece of its own runs one all the same: sharded weights are
                 # gathered by all processes or by none.
                 start = starts[piece if piece < len(starts) else 0]
-                batch = _batch(source, np.arange(start, min(start + units, len(source))))
+                batch = micro_batch(source, np.arange(start, min(start + units, len(source))))
                 losses = root(losses_at, to_device(batch, world.device), depths)
                 if piece < len(starts):
                     sums[:-1] += losses.double()
@@ -68,12 +67,3 @@ def losses_at(loss: StepLoss, batch: MicroBatch, depths: Sequence[int]) -> Tenso
         if done in depths:
             found.append(loss.loop.token_loss(h, batch, 1))
     return torch.stack(found)
-
-
-def _batch(source: Source, units: np.ndarray) -> MicroBatch:
-    tokens, targets, samples = source.batch(units)
-    flat = targets.flatten()
-    positions = (flat != IGNORE).nonzero().squeeze(1)
-    return MicroBatch(
-        tokens, positions, flat[positions], samples, 0, samples.count, 1, 0, tokens.numel()
-    )

@@ -1,7 +1,8 @@
 """The paper's addition study as a task of the trainer."""
 
 import math
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stars_fast.checks import check_integer
 from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.training import tree
 from stars_fast.training.batches import HostBatch, MicroBatch
 from stars_fast.training.checkpoint import load_weights
-from stars_fast.training.config import RunConfig, load_config
+from stars_fast.training.config import EvalConfig, RunConfig, load_config
 from stars_fast.training.distributed import World
 from stars_fast.training.loop import Loop, Turn, matrix_weights
 from stars_fast.training.losses import token_loss
@@ -31,25 +33,18 @@ FROM_DATA = ("model.vocab_size", "model.max_length")
 
 
 @dataclass
-class EvalConfig:
+class AdditionEvalConfig(EvalConfig):
     """Accuracy on unseen samples, during the run and at its end.
 
-    turns: numbers of turns to evaluate at; empty for no evaluation.
     limit: unseen samples to evaluate on.
-    every: steps between evaluations; 0 for the end alone.
     """
 
     turns: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 100)
     limit: int = 1000
-    every: int = 0
 
     def __post_init__(self) -> None:
-        if any(turns < 1 for turns in self.turns):
-            raise ValueError(f"turns must be positive, got {list(self.turns)}")
-        if self.limit < 1 or self.every < 0:
-            raise ValueError(
-                f"limit must be at least 1 and every at least 0, got {self.limit} and {self.every}"
-            )
+        super().__post_init__()
+        check_integer("limit", self.limit, 1)
 
 
 @dataclass(kw_only=True)
@@ -62,7 +57,7 @@ class Config(RunConfig):
     precision: Literal["mixed", "float32", "bfloat16"] = "float32"
     model: LoopedConfig
     data: AdditionConfig = field(default_factory=AdditionConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: AdditionEvalConfig = field(default_factory=AdditionEvalConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,6 +132,9 @@ class Sums:
     def count(self, units: np.ndarray) -> np.ndarray:
         return np.ones_like(units)
 
+    def fingerprint(self) -> int:
+        return zlib.crc32(self.data.train.numpy().data)
+
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch("train", torch.from_numpy(units))
         return HostBatch(tokens, targets, Samples(len(units), None if mask.all() else mask))
@@ -156,6 +154,10 @@ class Task:
         self.loop = LoopedLoop(make_model(config).to(world.device))
         self.guessing = math.log(config.model.vocab_size)
 
+    @property
+    def title(self) -> str:
+        return type(self.loop.model).__name__
+
     def describe(self, samples: int, tokens: int) -> str:
         return f"{samples} {self.config.data.digits}-digit sums = {tokens:,} tokens"
 
@@ -165,7 +167,7 @@ class Task:
     def write(self, folder: RunFolder) -> None:
         """The configuration says all of the model."""
 
-    def evaluate(self, step_loss: nn.Module, step: int, final: bool) -> Results:
+    def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         """Accuracy on unseen samples by number of turns, evaluated on the first process."""
         if not self.world.first or not self.config.eval.turns:
             return {}

@@ -1,7 +1,7 @@
 """The micro-batches of a step: which samples, and on which rank, as a function of the step."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -43,6 +43,10 @@ class Source(Protocol):
 
     def batch(self, units: np.ndarray) -> HostBatch:
         """`units` [n] int64, in this order."""
+        ...
+
+    def fingerprint(self) -> int:
+        """A checksum of all the data: a run does not go on with other data."""
         ...
 
 
@@ -122,24 +126,44 @@ class Batches:
 
     def _micro(self, units: np.ndarray, before: np.ndarray, piece: int) -> MicroBatch:
         first = piece * self.rows
-        tokens, targets, samples = self.source.batch(units[first : first + self.rows])
-        flat = targets.flatten()
-        positions = (flat != IGNORE).nonzero().squeeze(1)
-        return MicroBatch(
-            tokens=tokens,
-            positions=positions,
-            labels=flat[positions],
-            samples=samples,
+        return micro_batch(
+            self.source,
+            units[first : first + self.rows],
             first=int(before[first]),
             step_samples=int(before[-1]),
             pieces=self.total,
             index=piece,
-            real_tokens=tokens.numel() if samples.mask is None else int(samples.mask.sum()),
         )
 
     def window(self, step: int) -> list[MicroBatch]:
         """The micro-batches of this rank for `step`, on its device."""
         return [to_device(micro, self.device) for micro in self.host_window(step)]
+
+
+def micro_batch(
+    source: Source,
+    units: np.ndarray,
+    *,
+    first: int = 0,
+    step_samples: int | None = None,
+    pieces: int = 1,
+    index: int = 0,
+) -> MicroBatch:
+    """The micro-batch of `units` of a source, on the host; by default it is a whole step."""
+    tokens, targets, samples = source.batch(units)
+    flat = targets.flatten()
+    positions = (flat != IGNORE).nonzero().squeeze(1)
+    return MicroBatch(
+        tokens=tokens,
+        positions=positions,
+        labels=flat[positions],
+        samples=samples,
+        first=first,
+        step_samples=samples.count if step_samples is None else step_samples,
+        pieces=pieces,
+        index=index,
+        real_tokens=tokens.numel() if samples.mask is None else int(samples.mask.sum()),
+    )
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
@@ -154,16 +178,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
         return None if tensor is None else tensor.pin_memory()
 
     samples = batch.samples
-    return MicroBatch(
-        move(batch.tokens),
-        move(batch.positions),
-        move(batch.labels),
-        Samples(samples.count, pinned(samples.mask), pinned(samples.cu_seqlens)),
-        batch.first,
-        batch.step_samples,
-        batch.pieces,
-        batch.index,
-        batch.real_tokens,
+    return replace(
+        batch,
+        tokens=move(batch.tokens),
+        positions=move(batch.positions),
+        labels=move(batch.labels),
+        samples=Samples(samples.count, pinned(samples.mask), pinned(samples.cu_seqlens)),
     )
 
 

@@ -31,6 +31,9 @@ class PackedChats:
     def count(self, units: np.ndarray) -> np.ndarray:
         return self._counts[units]
 
+    def fingerprint(self) -> int:
+        return self.chats.fingerprint()
+
     def batch(self, units: np.ndarray) -> HostBatch:
         documents = np.concatenate([self.rows[unit] for unit in units])
         parts = [next_tokens(self.chats, document) for document in documents]
@@ -55,6 +58,9 @@ class PaddedChats:
 
     def count(self, units: np.ndarray) -> np.ndarray:
         return np.ones_like(units)
+
+    def fingerprint(self) -> int:
+        return self.chats.fingerprint()
 
     def batch(self, units: np.ndarray) -> HostBatch:
         parts = [next_tokens(self.chats, document) for document in units]

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from stars_fast.checks import check_integer
 from stars_fast.training import tree
 from stars_fast.training.depth import DepthLaw
 from stars_fast.training.durable import write_text
@@ -45,7 +46,7 @@ class LoopConfig:
     epochs: passes over the training data, where steps is none.
     batch_size: samples (packed: rows) per optimiser step, over all ranks and micro-batches.
     micro_batch_size: samples (packed: rows) that a rank takes at once; accumulation follows from
-        it. None for accumulation.
+        it and from the number of ranks. None for accumulation.
     accumulation: micro-batches per optimiser step on each rank, each with a depth of its own; at
         a fixed depth it does not change the loss.
     backprop_turns: gradient through the last so many turns only; none for all.
@@ -56,7 +57,6 @@ class LoopConfig:
     reference_turns: the cost in the banner is relative to SFT at so many turns.
     device: auto is CUDA where there is one.
     threads: CPU threads per process; none for PyTorch's choice.
-    prefetch: make the next step's batch in a thread.
     compile: run the layers through torch.compile.
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
@@ -76,7 +76,6 @@ class LoopConfig:
     reference_turns: int = 4
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
-    prefetch: bool = True
     compile: bool = False
     report_to: tuple[str, ...] = ("tensorboard",)
     project: str = "stars-fast"
@@ -113,28 +112,57 @@ class LoopConfig:
         assert self.steps is not None
         return self.steps
 
-    def resolved(self, units: int, processes: int) -> "LoopConfig":
-        """The same with its steps and its accumulation, for data of so many units.
+    def on(self, processes: int) -> "LoopConfig":
+        """The same with the accumulation for so many processes.
 
-        Raises ValueError if batch_size does not divide evenly.
+        Raises ValueError if batch_size does not divide evenly, or accumulation says otherwise.
         """
-        steps, accumulation = self.steps, self.accumulation
-        if steps is None:
-            assert self.epochs is not None
-            steps = math.ceil(self.epochs * units / self.batch_size)
+        size, what = self.accumulation, "accumulation"
         if self.micro_batch_size is not None:
-            accumulation, rest = divmod(self.batch_size, self.micro_batch_size * processes)
-            if rest or not accumulation:
-                raise ValueError(
-                    f"batch_size must be a multiple of micro_batch_size x processes = "
-                    f"{self.micro_batch_size} x {processes}, got {self.batch_size}"
-                )
-        return replace(self, steps=steps, accumulation=accumulation)
+            size, what = self.micro_batch_size, "micro_batch_size"
+        number, rest = divmod(self.batch_size, size * processes)
+        if rest or not number:
+            raise ValueError(
+                f"batch_size must be a multiple of {what} x processes = {size} x {processes}, got "
+                f"{self.batch_size}"
+            )
+        if self.micro_batch_size is None:
+            return self
+        if self.accumulation not in (1, number):
+            raise ValueError(
+                f"accumulation must be left out beside micro_batch_size, or be {number} for "
+                f"{processes} processes, got {self.accumulation}"
+            )
+        return replace(self, accumulation=number)
+
+    def over(self, units: int) -> "LoopConfig":
+        """The same with its steps, for data of so many units."""
+        if self.steps is not None:
+            return self
+        assert self.epochs is not None
+        return replace(self, steps=math.ceil(self.epochs * units / self.batch_size))
+
+
+@dataclass
+class EvalConfig:
+    """Judging the model, during the run and at its end; a task adds how.
+
+    turns: numbers of turns to evaluate at; empty for no evaluation.
+    every: steps between evaluations; 0 for the end alone.
+    """
+
+    turns: tuple[int, ...] = (2, 4, 8)
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        if any(turns < 1 for turns in self.turns):
+            raise ValueError(f"turns must be positive, got {list(self.turns)}")
+        check_integer("every", self.every, 0)
 
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """A run; a task adds its `model`, `data` and `eval`.
+    """A run; a task adds its `model` and `data`, and to `eval`.
 
     method: sft, random-loop, jsrr, stars or l2.
     task: what is trained: addition or ouro.
@@ -158,6 +186,7 @@ class RunConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:

@@ -76,4 +76,3 @@ class RemainingTime:
     def after_step(self, step: int) -> float:
         """Expected seconds from the end of `step` to the end of the run; `add` came before."""
         return self.seconds / self.turns * self.after[self.config.train.total_steps - 1 - step]
-

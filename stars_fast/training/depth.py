@@ -158,5 +158,5 @@ class DepthLaw:
         depth = self.quantile(float(u[micro]))
         shrink = self._shrink(step)
         if shrink < 1.0:
-            depth = int(math.floor(depth * shrink + rng.random(window)[micro]))
+            depth = math.floor(depth * shrink + rng.random(window)[micro])
         return min(max(depth, self.low), self.high)

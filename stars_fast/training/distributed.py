@@ -15,8 +15,7 @@ from torch import Tensor
 from stars_fast.training.tree import ConfigError
 
 PATIENCE = timedelta(hours=24)
-"""How long processes wait for one that tokenises the data or runs lm-eval. One that hangs in a
-device's collective is noticed much sooner, by NCCL."""
+"""How long processes wait for one that tokenises the data or runs lm-eval."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class World:
     """This process among those of the run: its rank, their number, its device.
 
     local_rank, local_size: the same among the processes of its machine; by default it is alone.
-    host: the group in which processes agree without a device; the default one if None.
+    patient: the group in which processes wait for one that is long at work; the default if None.
     """
 
     rank: int
@@ -32,7 +31,7 @@ class World:
     device: torch.device
     local_rank: int = 0
     local_size: int = 1
-    host: dist.ProcessGroup | None = None
+    patient: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -55,7 +54,7 @@ class World:
         if self.size == 1:
             return value
         agreed = torch.tensor(value)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.host)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed)
 
     def total(self, values: Sequence[int]) -> list[int]:
@@ -63,7 +62,7 @@ class World:
         if self.size == 1:
             return list(values)
         sums = torch.tensor(values)
-        dist.all_reduce(sums, group=self.host)
+        dist.all_reduce(sums)
         return sums.tolist()
 
     def from_first(self, value: Any) -> Any:
@@ -71,13 +70,13 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, group=self.host, device=torch.device("cpu"))
+        dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
 
     def wait(self) -> None:
         """Return once every process is here."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1), group=self.host)
+            dist.all_reduce(torch.zeros(1), group=self.patient)
 
 
 def join(kind: str, alone: bool = False) -> None:
@@ -120,8 +119,8 @@ def processes(device: str = "auto") -> Iterator[World]:
         if size == 1:
             yield World(0, 1, here)
             return
-        host = dist.new_group(backend="gloo", timeout=PATIENCE)
-        yield World(dist.get_rank(), size, here, local, local_size, host)
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        yield World(dist.get_rank(), size, here, local, local_size, patient)
     finally:
         if dist.is_initialized():
             # A Gloo thread may still be letting go of the last collective, for which it needs the

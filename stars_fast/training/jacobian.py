@@ -16,8 +16,8 @@ from stars_fast.jsrr import fused_jsrr
 from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
 from stars_fast.training.loop import Loop
-from stars_fast.training.samples import Part, draw_samples, join, sample_noise
-from stars_fast.training.turns import Recompute, by_layer, dual_block
+from stars_fast.training.samples import Part, Samples, draw_samples, join, sample_noise
+from stars_fast.training.turns import Block, Recompute, by_layer, dual_block
 
 
 def penalty_at_next(
@@ -43,13 +43,13 @@ def penalty_at_last(
     out, penalty = _penalty(loop, part.of(h), batch, part, config, step, recompute, **shared)
     rest = batch.samples.take(sorted(set(range(batch.samples.count)) - set(part.chosen)))
     others = rest.of(h)
-    others = loop.turn(others, rest.samples)(others)
+    others = _block(loop, others, rest.samples, recompute)(others)
     return join([(part, out), (rest, others)], h.shape), penalty
 
 
 def drawn(batch: MicroBatch, config: RunConfig, step: int) -> Part | None:
     """The samples that go through the dual pass; None for all."""
-    number = max(1, round(config.penalty.fraction * batch.step_samples / batch.pieces))
+    number = drawn_number(config.penalty.fraction, batch.step_samples / batch.pieces)
     if config.penalty.fraction == 1.0 or number >= batch.samples.count:
         return None
     chosen = draw_samples(batch.samples.count, number, config.seed, step, batch.index)
@@ -70,10 +70,9 @@ def _penalty(
     samples = batch.samples if part is None else part.samples
     chosen = range(samples.count) if part is None else part.chosen
     numbers = [batch.first + i for i in chosen]
-    turn = loop.turn(h, samples)
     mask = samples.mask
     return fused_jsrr(
-        dual_block(turn, recompute, by_layer(turn, loop.model) if recompute.dual else None),
+        _block(loop, h, samples, recompute),
         h,
         v=sample_noise(h, samples, config.seed, step, numbers),
         mask=None if mask is None else mask.to(h.device, non_blocking=True),
@@ -82,3 +81,14 @@ def _penalty(
         normalize=config.penalty.normalize,
         **options,
     )
+
+
+def _block(loop: Loop, h: Tensor, samples: Samples, recompute: Recompute) -> Block:
+    """The turn of these samples, with its layers recomputed if the dual turn's are."""
+    turn = loop.turn(h, samples)
+    return dual_block(turn, recompute, by_layer(turn, loop.model) if recompute.dual else None)
+
+
+def drawn_number(fraction: float, samples: float) -> int:
+    """How many samples go through the dual pass where micro-batches have so many on average."""
+    return max(1, round(fraction * samples))

@@ -96,6 +96,19 @@ class Activations(NamedTuple):
                 sizes[name] = round(size * ratio)
         return Activations(**sizes)
 
+    def on_a_part(self, part: float, shares_last: bool) -> "Activations":
+        """The same with a penalty on a `part` of the samples. Where it shares the last turn the
+        others run that turn without a tangent, recomputed if the dual turn is."""
+        others = 1.0 - part if shares_last else 0.0
+        by_layer = self.dual_by_layer
+        if by_layer is not None:
+            by_layer = round(part * by_layer + others * _known(self.turn_by_layer))
+        return self._replace(
+            dual=round(part * self.dual + others * self.turn),
+            dual_layer=round(part * self.dual_layer + others * self.layer),
+            dual_by_layer=by_layer,
+        )
+
 
 class Choice(NamedTuple):
     """What is recomputed, and the bytes of activations at the peak; budget: None if not known."""
@@ -235,13 +248,18 @@ def measure_activations(
 
 
 def activation_budget(
-    config: MemoryConfig, model: nn.Module, optimizer: torch.optim.Optimizer
+    config: MemoryConfig,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    whole_gradients: bool = False,
 ) -> int | None:
     """Bytes that activations may take on this process's device; None where that is not known.
 
     Free memory less what is not there yet: gradients, the optimiser's averages (two a parameter,
     as Adam's), one gradient before it is added to its sum, and under FSDP2 three of the biggest
-    unit (gathered, being gathered, and its gradient). A margin of a tenth stays free.
+    unit (gathered, being gathered, and its gradient). With `whole_gradients` FSDP2 keeps them, in
+    fp32, between the micro-batches of a step. A margin of a tenth stays free. Weights must not be
+    gathered when this is called.
     """
     if config.budget is not None:
         return round(config.budget * GIB)
@@ -255,6 +273,8 @@ def activation_budget(
         2 * size for p, size in zip(params, sizes, strict=True) if not optimizer.state.get(p)
     )
     coming += max(sizes, default=0) + 3 * _biggest_unit(model)
+    if whole_gradients:
+        coming += sum(4 * p.numel() for p in params)
     return max(int(USABLE * (free - coming)), 0)
 
 

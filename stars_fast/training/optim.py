@@ -113,7 +113,7 @@ def gradient_norm(module: nn.Module, clip: float | None) -> Tensor:
     Gradients may be shards: the norm is that of the whole, the same on every process.
     """
     parameters = [p for p in module.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
         norm = norm.full_tensor()
     if clip is not None:

@@ -6,6 +6,7 @@ from types import ModuleType
 from stars_fast.training.tree import ConfigError
 
 _NAMES = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
+_ALONE = ("wandb", "trackio")
 _EXTRAS = {"transformers": "ouro", "datasets": "ouro", "lm_eval": "eval", "torchao": "rounding"}
 """Extras of this package that bring a library; \"train\" brings the others."""
 
@@ -16,7 +17,8 @@ def need(module: str, purpose: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         top = module.partition(".")[0]
+        package = _NAMES.get(top, top)
+        extra = f'"stars-fast[{_EXTRAS.get(top, "train")}]"'
         raise ConfigError(
-            f"{purpose} need {_NAMES.get(top, top)}: pip install "
-            f'"stars-fast[{_EXTRAS.get(top, "train")}]" ({error})'
+            f"{purpose} need {package}: pip install {package if top in _ALONE else extra} ({error})"
         ) from error

@@ -2,7 +2,7 @@
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from stars_fast.checks import check_integer
 from stars_fast.data.chat import ChatDataConfig
+from stars_fast.data.packing import efficiency
 from stars_fast.training import tree
 from stars_fast.training.batches import MicroBatch, Source
-from stars_fast.training.config import RunConfig
+from stars_fast.training.chats import PackedChats, PaddedChats
+from stars_fast.training.config import EvalConfig, RunConfig
 from stars_fast.training.distributed import World
 from stars_fast.training.loop import Loop, Turn, matrix_weights
 from stars_fast.training.optional import need
@@ -60,26 +62,20 @@ class ModelConfig:
 
 
 @dataclass
-class EvalConfig:
+class OuroEvalConfig(EvalConfig):
     """Loss on the validation rows and lm-eval's tasks, during the run and at its end.
 
-    turns: numbers of turns to evaluate at; empty for no evaluation.
-    every: steps between evaluations; 0 for the end alone.
     rows: chats in a forward pass.
     tasks: names of lm-eval's tasks; empty for none.
     tasks_limit: samples of each task; none for all.
     """
 
-    turns: tuple[int, ...] = (2, 4, 8)
-    every: int = 0
     rows: int = 8
     tasks: tuple[str, ...] = ()
     tasks_limit: int | None = None
 
     def __post_init__(self) -> None:
-        if any(turns < 1 for turns in self.turns):
-            raise ValueError(f"turns must be positive, got {list(self.turns)}")
-        check_integer("every", self.every, 0)
+        super().__post_init__()
         check_integer("rows", self.rows, 1)
         if self.tasks_limit is not None:
             check_integer("tasks_limit", self.tasks_limit, 1)
@@ -91,10 +87,12 @@ class Config(RunConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: ChatDataConfig
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: OuroEvalConfig = field(default_factory=OuroEvalConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.eval.tasks and not self.eval.turns:
+            raise ConfigError("eval.turns must hold a number of turns for eval.tasks, got none")
         if self.eval.tasks and self.parallel.sharded:
             raise ConfigError(
                 f"eval.tasks must be empty with parallel.kind {self.parallel.kind}: no process "
@@ -108,12 +106,12 @@ def config_from(mapping: Mapping[str, Any]) -> Config:
 
 
 class OuroLoop(Loop):
-    """An `OuroForCausalLM` as the step calls it. Pads stand on the right, where causality hides them
-    without a mask."""
+    """An `OuroForCausalLM` as the step calls it. Pads stand on the right, where causality hides
+    them without a mask."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model
 
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
@@ -151,6 +149,8 @@ class Task:
 
     def __init__(self, config: Config, world: World) -> None:
         need("transformers", "Ouro models")
+        if config.eval.tasks:
+            need("lm_eval", "eval.tasks")
         self.config = config
         self.world = world
         try:
@@ -164,7 +164,6 @@ class Task:
     def _data(self) -> tuple[Source, Source | None]:
         """The training data, tokenised by the first process of each machine, and the held-out."""
         from stars_fast.data.tokenised import load_chats
-        from stars_fast.training.chats import PackedChats, PaddedChats
 
         data, world = self.config.data, self.world
         seed = derive(self.config.seed, "data") % 2**32
@@ -182,13 +181,24 @@ class Task:
             source = PaddedChats(train, pad)
         return source, None if validation is None else PaddedChats(validation, pad)
 
+    @property
+    def title(self) -> str:
+        return f"Ouro ({self.config.model.path})"
+
     def describe(self, samples: int, tokens: int) -> str:
         rows = self.config.train.batch_size
         packed = f" in {rows} rows" if self.config.data.packing else ""
         return f"{samples} chats{packed} = {tokens:,} tokens"
 
     def notes(self) -> list[str]:
-        return [f"data: {self.info}"]
+        notes = [f"data: {self.info}"]
+        if isinstance(self.source, PackedChats):
+            full = efficiency(self.source.rows, self.source.chats.lengths, self.source.longest)
+            notes.append(
+                f"packed in {len(self.source):,} rows of {self.source.longest:,} tokens, "
+                f"{full:.1%} full"
+            )
+        return notes
 
     def write(self, folder: RunFolder) -> None:
         """What makes weights a model: configuration and tokenizer."""
@@ -196,7 +206,7 @@ class Task:
 
         write_base(self.loop.model, self.tokenizer, folder.path)
 
-    def evaluate(self, step_loss: nn.Module, step: int, final: bool) -> Results:
+    def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         """The validation loss, and lm-eval's metrics, by number of turns."""
         from stars_fast.evaluation.harness import run_tasks
         from stars_fast.evaluation.validation import validation_losses
@@ -205,24 +215,21 @@ class Task:
         results: Results = {}
         if not config.eval.turns:
             return results
+        computing = autocast(config.precision, world.device, config.parallel.sharded)
         if self.validation is not None:
-            context = autocast(config.precision, world.device, config.parallel.sharded)
+            root, rows = root_of(step_loss), config.eval.rows
             results["validation_loss"] = validation_losses(
-                root_of(step_loss),
-                self.validation,
-                config.eval.turns,
-                world,
-                config.eval.rows,
-                context,
+                root, self.validation, config.eval.turns, world, rows, computing
             )
         if config.eval.tasks and world.first:
-            results |= run_tasks(
-                self.loop.model,
-                self.tokenizer,
-                config.eval.tasks,
-                config.eval.turns,
-                config.eval.tasks_limit,
-            )
+            asked = config.eval
+            try:
+                with computing:
+                    results |= run_tasks(
+                        self.loop.model, self.tokenizer, asked.tasks, asked.turns, asked.tasks_limit
+                    )
+            except Exception as error:  # what a task downloads or computes must not end the run
+                say(f"warning: lm-eval failed, the run goes on: {type(error).__name__}: {error}")
         return results
 
     def tell(self, results: Results) -> list[str]:
@@ -266,10 +273,15 @@ def _load(config: Config, path: str) -> tuple[Any, Any]:
 
     from stars_fast.models.ouro import OuroForCausalLM
 
-    model = OuroForCausalLM.from_pretrained(
-        path,
-        dtype=parameter_dtype(config.precision),
-        attn_implementation=config.model.attention,
-        gate=config.model.gate,
-    )
-    return model, AutoTokenizer.from_pretrained(path)
+    try:
+        model = OuroForCausalLM.from_pretrained(
+            path,
+            dtype=parameter_dtype(config.precision),
+            attn_implementation=config.model.attention,
+            gate=config.model.gate,
+        )
+        return model, AutoTokenizer.from_pretrained(path)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path}, model.attention {config.model.attention}: {error}"
+        ) from error

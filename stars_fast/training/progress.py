@@ -12,10 +12,10 @@ from stars_fast.training.cost import RemainingTime, relative_cost
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def banner(config: RunConfig, model: nn.Module, batch: str, rest: float) -> str:
+def banner(config: RunConfig, title: str, model: nn.Module, batch: str, rest: float) -> str:
     """The run in one line: method, size, tokens a step, depth law, expected cost over SFT.
 
-    `batch` says what a step is made of.
+    `title` names the model, `batch` says what a step is made of.
     """
     size = sum(p.numel() for p in model.parameters())
     shown = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.2f} M"
@@ -30,7 +30,7 @@ def banner(config: RunConfig, model: nn.Module, batch: str, rest: float) -> str:
         start = config.penalty.start_step
         penalty = f", lambda {config.penalty.weight:g}" + (f" from step {start}" if start else "")
     return (
-        f"{config.name}: {config.method}, {type(model).__name__} with {shown} parameters, {batch} "
+        f"{config.name}: {config.method}, {title} with {shown} parameters, {batch} "
         f"a step, {config.train.total_steps:,} steps, {law}{penalty}, {config.precision}, expected "
         f"cost {relative_cost(config, rest):.2f} x SFT at {config.train.reference_turns} turns"
     )

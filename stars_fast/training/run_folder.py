@@ -30,7 +30,6 @@ MAY_CHANGE = {
     "train.device",
     "train.threads",
     "train.epochs",
-    "train.prefetch",
     "train.report_to",
     "train.project",
     "data.cache",
@@ -38,12 +37,13 @@ MAY_CHANGE = {
     "parallel.kind",
     "parallel.shard",
     "parallel.reshard",
+    "parallel.offload",
     "memory.recompute",
     "memory.budget",
 }
-MAY_CHANGE_SECTION = "eval."
 
-"""Fields that a resumed run may set anew, and a section; any other would make it another run."""
+"""Fields that a resumed run may set anew, beside those of eval; any other would make it another
+run."""
 
 
 class RunFolder:
@@ -56,7 +56,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
         self.checkpoints = self.path / "checkpoints"
-        self.tensorboard = self.path / "tensorboard"
 
     def refusal(self, config: RunConfig, resume: bool) -> str | None:
         """Why `config` cannot be run here, or None if it can."""
@@ -84,9 +83,7 @@ class RunFolder:
         changed = [
             f"{name} was {before[name]} and is {now[name]}"
             for name in now
-            if before[name] != now[name]
-            and name not in MAY_CHANGE
-            and not name.startswith(MAY_CHANGE_SECTION)
+            if before[name] != now[name] and name not in MAY_CHANGE and not name.startswith("eval.")
         ]
         if changed:
             return f"cannot resume {self.path} as another run: " + "; ".join(changed)

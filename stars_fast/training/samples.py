@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Samples:
         """Start and stop of each sample in its row; None where it is the whole row."""
         if self.cu_seqlens is not None:
             bounds = self.cu_seqlens.tolist()
-            return list(zip(bounds, bounds[1:], strict=False))
+            return list(pairwise(bounds))
         if self.mask is None:
             return None
         first = self.mask.to(torch.uint8).argmax(1)
@@ -59,13 +60,13 @@ class Samples:
         """Some of the samples, in rising order, as a micro-batch of their own."""
         chosen = list(chosen)
         if not self.packed:
-            mask = None if self.mask is None else self.mask[chosen]
+            mask = None if self.mask is None else _like(self.mask, self.mask[chosen])
             return Part(Samples(len(chosen), mask), chosen, 0, torch.tensor(chosen))
         assert self.spans is not None
         spans = [self.spans[i] for i in chosen]
         bounds = torch.tensor([0] + [b - a for a, b in spans]).cumsum(0)
-        if self.cu_seqlens is not None and self.cu_seqlens.is_pinned():
-            bounds = bounds.pin_memory()
+        assert self.cu_seqlens is not None
+        bounds = _like(self.cu_seqlens, bounds)
         index = torch.cat([torch.arange(a, b) for a, b in spans])
         return Part(Samples(len(chosen), None, bounds), chosen, 1, index)
 
@@ -90,6 +91,11 @@ def join(parts: Sequence[tuple[Part, Tensor]], shape: torch.Size) -> Tensor:
     for part, values in parts:
         whole = whole.index_copy(part.dim, _to(part.index, values), values)
     return whole
+
+
+def _like(whole: Tensor, part: Tensor) -> Tensor:
+    """`part` in pinned memory if `whole` is: from other memory a copy to the GPU would wait."""
+    return part.pin_memory() if whole.is_pinned() else part
 
 
 def _to(index: Tensor, x: Tensor) -> Tensor:

@@ -62,8 +62,13 @@ def shard_sync(root: nn.Module, now: bool) -> Iterator[None]:
         part.set_requires_gradient_sync(now, recurse=False)
     yield
     if now:
-        for part in parts:
-            part.reshard()
+        release(root)
+
+
+def release(root: nn.Module) -> None:
+    """Drop all gathered weights."""
+    for part in _parts(root):
+        part.reshard()
 
 
 def _parts(root: nn.Module) -> list[FSDPModule]:

@@ -130,10 +130,8 @@ class StepLoss(nn.Module):
             dual if self.config.penalised == "jacobian" else None,
             by_layer(turn, loop.model),
         )
-        part = self.config.penalty.fraction
-        return measured._replace(
-            dual=round(part * measured.dual), dual_layer=round(part * measured.dual_layer)
-        )
+        penalty = self.config.penalty
+        return measured.on_a_part(penalty.fraction, penalty.at == "last")
 
     def start(self, batch: MicroBatch) -> Tensor:
         """h^(0) [B, S, D], in the dtype that the turns compute in."""
@@ -181,8 +179,7 @@ def train_step(
         seed_dropout(config.seed, plan.step, batch.index, world.device)
         with gradient_sync(step_loss, now=batch is window[-1]):
             with autocast(config.precision, world.device, config.parallel.sharded):
-                loss, share = step_loss(
-                    StepLoss.share, batch, plan, turns, max(supervised, 1))
+                loss, share = step_loss(StepLoss.share, batch, plan, turns, max(supervised, 1))
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up
         shares = shares + share
     shares = world.sum_(shares)

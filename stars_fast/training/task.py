@@ -1,5 +1,6 @@
-"""What a run trains, on what, and how it is judged: the part of the trainer that tasks differ in."""
+"""What a run trains, on what, and how it is judged: what tasks of the trainer differ in."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +25,11 @@ class Task(Protocol):
     source: Source
     guessing: float
 
+    @property
+    def title(self) -> str:
+        """The model, for the banner."""
+        ...
+
     def describe(self, samples: int, tokens: int) -> str:
         """What a step's batch is made of, for the banner."""
         ...
@@ -36,10 +42,9 @@ class Task(Protocol):
         """Write to the run folder what is needed beside weights; the first process calls it."""
         ...
 
-    def evaluate(self, step_loss: nn.Module, step: int, final: bool) -> Results:
-        """Judge the model after `step` steps, `final` at the end of the run; every process calls
-        it, and the first gets the results. `step_loss` is the `StepLoss` of the loop, perhaps made
-        parallel."""
+    def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
+        """Judge the model; every process calls it, and the first gets the results. `step_loss` is
+        the `StepLoss` of the loop, perhaps made parallel; `say` tells people what went wrong."""
         ...
 
     def tell(self, results: Results) -> list[str]:

@@ -7,13 +7,11 @@ variables (WANDB_MODE, WANDB_ENTITY, TRACKIO_DIR, ...) say where the last two wr
 import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from stars_fast.training.durable import write_text
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.optional import need
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 
@@ -71,6 +69,13 @@ def open_trackers(
     return opened
 
 
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError if W&B or trackio is asked for and not installed."""
+    for name in names:
+        if name != "tensorboard":
+            need(name, "metrics")
+
+
 def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The finite numbers of a row, those of nested mappings under "name/key"; not its "step"."""
     for name, value in row.items():
@@ -78,16 +83,6 @@ def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield from ((f"{name}/{key}", number) for key, number in numbers(value))
         elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
             yield name, value
-
-
-def _need(library: str) -> ModuleType:
-    try:
-        return import_module(library)
-    except ImportError as error:
-        raise ConfigError(
-            f"metrics are to go to {library}, which is not installed: pip install {library} "
-            f"({error})"
-        ) from error
 
 
 class _TensorBoard:
@@ -120,7 +115,7 @@ class _WandB:
     """A run of Weights & Biases, whose id is kept in FOLDER/wandb_id so that it can go on."""
 
     def __init__(self, folder: Path, run: str, project: str, config: dict[str, Any]) -> None:
-        wandb = _need("wandb")
+        wandb = need("wandb", "metrics")
         kept = folder / "wandb_id"
         if not kept.exists():
             write_text(kept, uuid.uuid4().hex)
@@ -148,7 +143,7 @@ class _Trackio:
     """A run of trackio; to go on with it is to go on with the newest of its name."""
 
     def __init__(self, run: str, project: str, config: dict[str, Any], resumes: bool) -> None:
-        trackio = _need("trackio")
+        trackio = need("trackio", "metrics")
         resume = "allow" if resumes else "never"
         self._run = trackio.init(
             project=project, name=run, config=config, resume=resume, embed=False

@@ -17,6 +17,7 @@ from stars_fast.training.config import RunConfig, task_of
 from stars_fast.training.cost import step_cost
 from stars_fast.training.distributed import World, processes
 from stars_fast.training.interrupt import Interrupts
+from stars_fast.training.jacobian import drawn_number
 from stars_fast.training.memory import Choice, activation_budget, agree, choose
 from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.optim import make_optimizer
@@ -26,7 +27,7 @@ from stars_fast.training.progress import Progress, banner
 from stars_fast.training.run_folder import RunFolder
 from stars_fast.training.step import Plan, StepLoss, plan_step, root_of, train_step
 from stars_fast.training.task import Results, Task
-from stars_fast.training.trackers import open_trackers
+from stars_fast.training.trackers import check_trackers, open_trackers
 from stars_fast.training.tree import ConfigError
 
 
@@ -56,6 +57,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         refusal = world.from_first(folder.refusal(config, resume) if world.first else None)
         if refusal:
             raise ConfigError(refusal)
+        check(config, world)
         task: Task = task_of({"task": config.task}).Task(config, world)
         trainer = Trainer(config, task, folder, world)
         if world.first:
@@ -67,27 +69,38 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
             raise TrainingFailure(str(error)) from error
 
 
+def check(config: RunConfig, world: World) -> None:
+    """What can be told to be wrong before data and model are loaded, which takes time.
+
+    Raises ConfigError.
+    """
+    try:
+        config.train.on(world.size)
+    except ValueError as error:
+        raise ConfigError(f"train: {error}") from error
+    if config.parallel.kind == "hsdp":
+        config.parallel.copies(world)
+    check_trackers(config.train.report_to)
+
+
 class Trainer:
     """One run: everything it holds, and the loop."""
 
     def __init__(self, config: RunConfig, task: Task, folder: RunFolder, world: World) -> None:
+        train = config.train.on(world.size).over(len(task.source))
+        self.config = config = replace(config, train=train)
         self.task = task
         self.folder = folder
         self.world = world
-        try:
-            steps = config.train.resolved(len(task.source), world.size)
-            self.config = config = replace(config, train=steps)
-            self.batches = Batches(
-                task.source,
-                config.seed,
-                config.train.batch_size,
-                config.train.accumulation,
-                world.rank,
-                world.size,
-                world.device,
-            )
-        except ValueError as error:
-            raise ConfigError(f"train: {error}") from error
+        self.batches = Batches(
+            task.source,
+            config.seed,
+            train.batch_size,
+            train.accumulation,
+            world.rank,
+            world.size,
+            world.device,
+        )
         self.model = task.loop.model
         loss = StepLoss(task.loop, config)
         self.step_loss = parallelise(
@@ -117,7 +130,12 @@ class Trainer:
             measured = root_of(self.step_loss)(StepLoss.measure, largest)
         # Later micro-batches may hold more tokens.
         measured = measured.scaled(self.batches.most_tokens / largest.tokens.numel())
-        budget = activation_budget(config.memory, self.model, self.optimizer)
+        whole_gradients = config.parallel.sharded and config.train.accumulation > 1
+        if config.parallel.sharded:
+            from stars_fast.training.sharding import release
+
+            release(self.step_loss)
+        budget = activation_budget(config.memory, self.model, self.optimizer, whole_gradients)
         measured, budget = agree(measured, budget, world)
         kept = config.train.backprop_turns
 
@@ -192,7 +210,7 @@ class Trainer:
             return 0.0
         turns = [
             self.task.loop.turn_flops(batch.samples.lengths(batch.tokens.shape[1]))
-            * step_cost(self.config, turns, plan.step, self.rest)
+            * step_cost(self.costs, turns, plan.step, self.rest)
             for turns, batch in zip(plan.turns, window, strict=True)
         ]
         return 3 * sum(turns)
@@ -207,7 +225,7 @@ class Trainer:
             row["warning"] = warning
             self.progress.say(f"warning at step {self.step}: {warning}")
         if self._evaluates():
-            row |= self._evaluate(final=False)
+            row |= self._evaluate()
         if self.log is not None:
             self.log.write(row)
         self.progress.show(row)
@@ -220,9 +238,9 @@ class Trainer:
                 f"run with a lower optim.lr or penalty.weight, or with optim.clip, may help"
             )
 
-    def _evaluate(self, final: bool) -> Results:
+    def _evaluate(self) -> Results:
         """The task's figures; the time they take is not the steps'."""
-        results = self.task.evaluate(self.step_loss, self.step, final)
+        results = self.task.evaluate(self.step_loss, self.progress.say)
         self.world.wait()
         self.progress.pause()
         self.meter.restart_clock()
@@ -238,6 +256,7 @@ class Trainer:
             "meter": self.meter.state(),
             "collapse": self.collapse.state(),
             "processes": self.world.size,
+            "data": self.fingerprint,
         }
         self.checkpoints.save(self.step, self.model, self.optimizer, state)
         self.progress.pause()
@@ -246,9 +265,16 @@ class Trainer:
     def _load(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
         checkpoint = self.world.from_first(latest(self.folder.checkpoints))
+        source = self.task.source
+        self.fingerprint = self.world.from_first(source.fingerprint() if self.world.first else None)
         if checkpoint is None:
             return
         state = self.checkpoints.load(checkpoint, self.model, self.optimizer)
+        if state["data"] != self.fingerprint:
+            raise ConfigError(
+                f"the training data are not those that {checkpoint} was trained on; give the run "
+                "its data back, or start another one from an exported model"
+            )
         self.meter.load(state["meter"])
         self.collapse.load(state["collapse"])
         self.step = state["step"]
@@ -266,9 +292,15 @@ class Trainer:
             ]
         )
         self.rest = self.task.loop.outside_block(supervised / places)
-        self.progress = Progress(config, self.step, self.rest, first)
+        # Whole samples are drawn: of few, another part than was asked for.
+        samples = window[0].step_samples / window[0].pieces
+        part = min(1.0, drawn_number(config.penalty.fraction, samples) / samples)
+        if config.penalty.fraction == 1.0:
+            part = 1.0
+        self.costs = replace(config, penalty=replace(config.penalty, fraction=part))
+        self.progress = Progress(self.costs, self.step, self.rest, first)
         batch = self.task.describe(window[0].step_samples, tokens)
-        self.progress.say(banner(config, self.model, batch, self.rest))
+        self.progress.say(banner(self.costs, self.task.title, self.model, batch, self.rest))
         self.log = self._open_log() if first else None
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
         start = f"continues after step {self.step}" if self.step else "starts"
@@ -290,6 +322,8 @@ class Trainer:
             config=tree.to_dict(config),
             step=self.step,
         )
+        if len(trackers) < len(train.report_to):
+            self.notes.append("TensorBoard is not installed; metrics go to metrics.jsonl")
         return MetricsLog(self.folder.metrics, self.step, trackers)
 
     def _warnings(self) -> list[str]:
@@ -300,6 +334,13 @@ class Trainer:
             notes.append(
                 f"the checkpoint is of {self.processes} processes and {self.world.size} go on: the "
                 "same samples in the same order, but not bit for bit"
+                + ("" if config.train.micro_batch_size is None else ", nor the same depths")
+            )
+        part = self.costs.penalty.fraction
+        if config.penalised == "jacobian" and not 0.8 < part / config.penalty.fraction < 1.25:
+            notes.append(
+                f"penalty.fraction is {part:.2f} rather than {config.penalty.fraction:g}: of the "
+                "few samples of a micro-batch a whole number is drawn, one at least"
             )
         if never_penalises(config):
             notes.append("penalty.start_step is not before the last step: no penalty")
@@ -312,7 +353,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """The task's figures at the end of the run."""
-        results = self._evaluate(final=True)
+        results = self._evaluate()
         if not self.world.first:
             return
         if results:

@@ -84,8 +84,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def leaves(cls: type, where: str = "") -> dict[str, Field]:
     """Every leaf field below the dataclass `cls` by dotted path, in order.
 
-    The meaning comes from the docstring of the dataclass or of those it extends, where `name: text` (or `name, other: text`)
-    documents a field up to the next documented one or an empty line.
+    The meaning comes from the docstring of the dataclass or of those it extends, where `name: text`
+    (or `name, other: text`) documents a field up to the next documented one or an empty line.
     """
     hints = typing.get_type_hints(cls)
     fields = [field for field in dataclasses.fields(cls) if field.init]

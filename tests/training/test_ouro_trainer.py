@@ -165,7 +165,7 @@ def test_the_export_of_a_run_is_the_model_that_was_judged(ouro, tmp_path, capsys
 
 
 def test_compiled_layers_give_the_same_losses(ouro, monkeypatch):
-    """With the graphs of forward and backward as they are captured, for lengths that change, but
+    """With the graphs of forward and backward as they are captured, for one length and for any, but
     without C++ made of them, which takes a minute."""
     compile_ = partialmethod(nn.Module.compile, backend="aot_eager")
     monkeypatch.setattr(nn.Module, "compile", compile_)
@@ -175,6 +175,7 @@ def test_compiled_layers_give_the_same_losses(ouro, monkeypatch):
             f"compiled-{compiled}",
             method="jsrr",
             model=SMALL,
+            data={"packing": False},
             depth={"value": 2},
             train={"steps": 3, "compile": compiled},
             memory={"recompute": "none"},
