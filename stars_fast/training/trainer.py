@@ -3,7 +3,6 @@
 import signal
 import time
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,16 +15,16 @@ from stars_fast.training.collapse import CollapseMonitor
 from stars_fast.training.config import RunConfig, task_of
 from stars_fast.training.cost import step_cost
 from stars_fast.training.distributed import World, processes
+from stars_fast.training.fit_memory import fit_memory
 from stars_fast.training.interrupt import Interrupts
 from stars_fast.training.jacobian import drawn_number
-from stars_fast.training.memory import Choice, activation_budget, agree, choose
 from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.optim import make_optimizer
 from stars_fast.training.parallel import parallelise
-from stars_fast.training.precision import autocast, rounding_warning
+from stars_fast.training.precision import rounding_warning
 from stars_fast.training.progress import Progress, banner
 from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.step import Plan, StepLoss, plan_step, root_of, train_step
+from stars_fast.training.step import Plan, StepLoss, plan_step, train_step
 from stars_fast.training.task import Results, Task
 from stars_fast.training.trackers import check_trackers, open_trackers
 from stars_fast.training.tree import ConfigError
@@ -115,41 +114,14 @@ class Trainer:
         self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
         self.processes = world.size
+        data = task.source.fingerprint() if world.first else None
+        self.fingerprint = world.from_first(data)
         self._load()
         self.notes: list[str] = []
         if config.memory.recompute != "none":
-            self._fit_memory(loss)
-
-    def _fit_memory(self, loss: StepLoss) -> None:
-        """Measure what a micro-batch keeps for the backward pass, and decide what is recomputed for
-        each number of turns."""
-        config, world = self.config, self.world
-        window = self.batches.window(0)
-        largest = max(window, key=lambda batch: batch.tokens.numel())
-        with autocast(config.precision, world.device, config.parallel.sharded):
-            measured = root_of(self.step_loss)(StepLoss.measure, largest)
-        # Later micro-batches may hold more tokens.
-        measured = measured.scaled(self.batches.most_tokens / largest.tokens.numel())
-        whole_gradients = config.parallel.sharded and config.train.accumulation > 1
-        if config.parallel.sharded:
-            from stars_fast.training.sharding import release
-
-            release(self.step_loss)
-        budget = activation_budget(config.memory, self.model, self.optimizer, whole_gradients)
-        measured, budget = agree(measured, budget, world)
-        kept = config.train.backprop_turns
-
-        @cache
-        def choice(turns: int, penalised: bool) -> Choice:
-            shared = penalised and config.penalty.at == "last"
-            in_graph = turns if kept is None else min(turns, kept)
-            return choose(config.memory, measured, budget, in_graph - shared, penalised)
-
-        loss.recompute = lambda turns, penalised: choice(turns, penalised).recompute
-        penalised = config.penalised == "jacobian"
-        usual = round(config.depth.mean())
-        for turns in sorted({usual, config.depth.chances(config.train.total_steps)[-1][0]}):
-            self.notes.append(f"at {turns} turns {choice(turns, penalised).describe()}")
+            self.notes += fit_memory(
+                self.step_loss, loss, self.optimizer, self.batches, config, world
+            )
 
     def run(self) -> Outcome:
         """All remaining steps, then the evaluation and the figures."""
@@ -265,8 +237,6 @@ class Trainer:
     def _load(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
         checkpoint = self.world.from_first(latest(self.folder.checkpoints))
-        source = self.task.source
-        self.fingerprint = self.world.from_first(source.fingerprint() if self.world.first else None)
         if checkpoint is None:
             return
         state = self.checkpoints.load(checkpoint, self.model, self.optimizer)

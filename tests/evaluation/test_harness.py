@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from stars_fast.evaluation.harness import run_tasks
+from stars_fast.evaluation.harness import index_tasks, run_tasks
 from stars_fast.training.tree import ConfigError
 
 
@@ -35,12 +35,24 @@ class HFLM:
         self.model, self.tokenizer = pretrained, tokenizer
 
 
+class TaskManager:
+    """As much of lm_eval.tasks.TaskManager as is called."""
+
+    made = 0
+
+    def __init__(self):
+        TaskManager.made += 1
+        self.all_tasks = ["one", "two", "three"]
+
+
 def stand_in(simple_evaluate):
     """The modules of an lm-eval that judges so."""
     lm_eval = ModuleType("lm_eval")
+    tasks = ModuleType("lm_eval.tasks")
     huggingface = ModuleType("lm_eval.models.huggingface")
     lm_eval.simple_evaluate, huggingface.HFLM = simple_evaluate, HFLM
-    return {"lm_eval": lm_eval, "lm_eval.models.huggingface": huggingface}
+    tasks.TaskManager = TaskManager
+    return {"lm_eval": lm_eval, "lm_eval.tasks": tasks, "lm_eval.models.huggingface": huggingface}
 
 
 @pytest.fixture
@@ -54,7 +66,7 @@ def judged(monkeypatch):
     return install
 
 
-def figures(model, *, tasks=None, limit=None, bootstrap_iters=100000):
+def figures(model, *, tasks=None, limit=None, bootstrap_iters=100000, task_manager=None):
     """As `lm_eval.simple_evaluate`; what it finds tells what the model was when it was called."""
     ids = model.tokenizer("1 + 2", return_tensors="pt").input_ids
     turns = float(model.model(ids).turns.float().mean())
@@ -72,10 +84,17 @@ def test_every_metric_at_every_number_of_turns(ouro, judged, training):
     def simple_evaluate(**given):
         modes.append((given["model"].model.training, given["limit"], given["bootstrap_iters"]))
         assert given["model"].tokenizer is tokenizer
+        assert isinstance(given["task_manager"], TaskManager)
         return figures(**given)
 
     judged(simple_evaluate)
+    before = TaskManager.made
     found = run_tasks(model, tokenizer, ("one", "two"), (2, 5), limit=7)
+    assert TaskManager.made == before + 1
+    index = index_tasks(("one",))
+    assert run_tasks(model, tokenizer, ["one"], [3], index=index)["one/acc,none"] == {3: 3.0}
+    assert TaskManager.made == before + 2
+    modes.pop()
     assert found == {
         f"{task}/{metric}": values
         for task in ("one", "two")
@@ -105,10 +124,23 @@ def test_the_model_is_itself_again_after_a_failure(ouro, judged):
     assert model.training
 
 
+def test_tasks_that_do_not_exist_are_named(judged, tmp_path):
+    judged(figures)
+    file = tmp_path / "own.yaml"
+    missing = str(tmp_path / "other.yaml")
+    file.write_text("task: own")
+    index_tasks(["one", str(file)])
+    with pytest.raises(ConfigError, match=rf"eval\.tasks must be .* got four, {missing}$"):
+        index_tasks(["one", "four", str(file), missing])
+
+
 def test_without_lm_eval_the_error_says_how_to_install_it(ouro, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # an import of it fails
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     with pytest.raises(ConfigError, match=r'eval\.tasks .*pip install "stars-fast\[eval\]"'):
         run_tasks(*ouro, ["one"], [2])
+    with pytest.raises(ConfigError, match=r'eval\.tasks .*pip install "stars-fast\[eval\]"'):
+        index_tasks(["one"])
 
 
 def test_the_stand_in_takes_what_lm_eval_takes():
@@ -134,19 +166,24 @@ def test_lm_eval_itself_on_a_task_of_local_rows(ouro, tmp_path):
     ]
     file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {
-        "task": "sums",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"validation": str(file)}},
-        "output_type": "multiple_choice",
-        "validation_split": "validation",
-        "doc_to_text": "{{question}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "label",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-    }
-    found = run_tasks(model, tokenizer, [task], [1, 3])
+    task = tmp_path / "sums.yaml"
+    task.write_text(
+        json.dumps(  # which is YAML
+            {
+                "task": "sums",
+                "dataset_path": "json",
+                "dataset_kwargs": {"data_files": {"validation": str(file)}},
+                "output_type": "multiple_choice",
+                "validation_split": "validation",
+                "doc_to_text": "{{question}}",
+                "doc_to_choice": "{{choices}}",
+                "doc_to_target": "label",
+                "target_delimiter": "",
+                "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+            }
+        )
+    )
+    found = run_tasks(model, tokenizer, [str(task)], [1, 3])
 
     def log_likelihood(question, choice, turns):
         asked, both = (tokenizer(text).input_ids for text in (question, question + choice))

@@ -1,0 +1,78 @@
+"""What the step keeps and recomputes on Ouro, where the penalty is on a part of the samples."""
+
+import numpy as np
+import pytest
+import torch
+from ouro_runs import ouro_run
+
+from stars_fast.training.batches import Batches
+from stars_fast.training.chats import PackedChats
+from stars_fast.training.memory import _Kept
+from stars_fast.training.ouro import OuroLoop, load
+from stars_fast.training.step import Plan, StepLoss
+from stars_fast.training.turns import Recompute
+
+TURNS = 3
+PLANS = [Recompute(2, "turn"), Recompute(2, "layer", True), Recompute(1, "layer"), Recompute()]
+
+
+class EightAlike:
+    """Documents of one length, so that half of them are half of the tokens."""
+
+    lengths = np.full(8, 24)
+
+    def __len__(self):
+        return 8
+
+    def document(self, index):
+        tokens = np.random.default_rng(index).integers(3, 300, 24).astype(np.int32)
+        return tokens, np.arange(24) > 5
+
+
+@pytest.fixture(scope="module")
+def step_of(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model, _ = load(ouro_run(folder / "run", folder))
+
+    def make(dtype=torch.float32, **penalty):
+        config = ouro_run(folder / "run", folder, method="jsrr", penalty=penalty)
+        return StepLoss(OuroLoop(model.to(dtype).train()), config)
+
+    return make
+
+
+@pytest.fixture
+def batch():
+    (batch,) = Batches(PackedChats(EightAlike(), 192, 0), 0, 1).window(0)
+    assert batch.samples.count == 8
+    return batch
+
+
+def share(step_loss, batch):
+    plan = Plan(0, [TURNS], 0.1, 0.0)
+    loss, _ = step_loss(StepLoss.share, batch, plan, TURNS, len(batch.labels))
+    return loss
+
+
+@pytest.mark.parametrize("at", ["next", "last"])
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.describe().replace(" ", "-"))
+def test_recomputing_does_not_change_the_gradient(step_of, batch, at, plan):
+    step_loss = step_of(torch.float64, at=at, detach=at == "next", fraction=0.5)
+    parameters = [p for p in step_loss.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(share(step_loss, batch), parameters)
+    step_loss.recompute = lambda turns, penalised: plan
+    found = torch.autograd.grad(share(step_loss, batch), parameters)
+    assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("at", ["next", "last"])
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 1.0])
+def test_what_is_kept_is_what_was_measured(step_of, batch, at, fraction):
+    step_loss = step_of(at=at, detach=at == "next", fraction=fraction)
+    measured = step_loss(StepLoss.measure, batch)
+    with _Kept(step_loss) as kept:
+        loss = share(step_loss, batch)
+    del loss
+    turns = TURNS - (at == "last")
+    expected = measured.shared + turns * measured.turn + measured.dual + measured.rest
+    assert kept.new() == pytest.approx(expected, rel=0.05)
