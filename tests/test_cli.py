@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from stars_fast.cli import main
-from stars_fast.training import step, trainer
+from stars_fast.training import addition, trainer
 
 RECIPE = """\
 description: tiny
@@ -70,8 +70,8 @@ def test_mistakes_exit_with_2_and_one_message(here, capsys, words, message):
 
 
 def test_a_failed_run_exits_with_1(here, capsys, monkeypatch):
-    real = step.token_loss
-    monkeypatch.setattr(step, "token_loss", lambda *args: real(*args) * float("nan"))
+    real = addition.token_loss
+    monkeypatch.setattr(addition, "token_loss", lambda *args: real(*args) * float("nan"))
     assert main(["train", "tiny.yaml", "--max_nonfinite", "2"]) == 1
     assert "was not finite" in capsys.readouterr().err
 

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stars_fast.training.optional import need
 from stars_fast.training.tree import ConfigError
 
@@ -40,6 +42,8 @@ def run_tasks(
 ) -> dict[str, dict[int, float]]:
     """Every metric of every task by number of turns: {"gsm8k/exact_match,strict-match": {4: 0.7}}.
 
+    It computes in the dtype of the `torch.autocast` that it is called in, if any.
+
     Args:
         model: an `OuroForCausalLM`; it is left with its own number of turns, in its own mode.
         tokenizer: its tokenizer.
@@ -60,7 +64,12 @@ def run_tasks(
     try:
         for number in turns:
             model.config.turns = number
-            wrapped = hf.HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+            wrapped = hf.HFLM(
+                pretrained=model,
+                tokenizer=tokenizer,
+                batch_size=batch_size,
+                mixed_precision_dtype=_autocast_dtype(model.device.type),
+            )
             result = lm_eval.simple_evaluate(
                 model=wrapped,
                 tasks=list(tasks),
@@ -76,3 +85,8 @@ def run_tasks(
         model.config.turns = before
         model.train(was_training)
     return found
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """That of the autocast around; HFLM sets its own, which would end it."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

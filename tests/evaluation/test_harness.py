@@ -7,6 +7,7 @@ import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 from stars_fast.evaluation.harness import index_tasks, run_tasks
 from stars_fast.training.tree import ConfigError
@@ -30,8 +31,9 @@ def ouro(tmp_path_factory):
 class HFLM:
     """As much of lm_eval.models.huggingface.HFLM as is called."""
 
-    def __init__(self, pretrained, *, tokenizer=None, batch_size=1):
+    def __init__(self, pretrained, *, tokenizer=None, batch_size=1, mixed_precision_dtype=None):
         assert isinstance(batch_size, int)
+        self.dtype = mixed_precision_dtype
         self.model, self.tokenizer = pretrained, tokenizer
 
 
@@ -109,6 +111,20 @@ def test_every_metric_at_every_number_of_turns(ouro, judged, training):
     json.dumps(found)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_it_computes_as_the_autocast_around_it(ouro, judged, dtype):
+    seen = []
+
+    def simple_evaluate(**given):
+        seen.append(given["model"].dtype)
+        return {"results": {}}
+
+    judged(simple_evaluate)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        run_tasks(*ouro, ["one"], [2])
+    assert seen == [dtype]
+
+
 def test_the_model_is_itself_again_after_a_failure(ouro, judged):
     model, tokenizer = ouro
     model.train()
@@ -157,8 +173,6 @@ def test_the_stand_in_takes_what_lm_eval_takes():
 def test_lm_eval_itself_on_a_task_of_local_rows(ouro, tmp_path):
     """Its figure is that of the log-likelihoods of the choices, computed here."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
-    import torch
-
     model, tokenizer = ouro
     rows = [
         {"question": f"{a} + {b} =", "choices": [f" {a + b}", f" {a + b + 1}", " 7"], "label": 0}

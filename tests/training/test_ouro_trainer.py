@@ -227,7 +227,7 @@ MISTAKES = {
     "no such model": (["--model.path", "no/such/model"], r"model\.path.*no/such/model"),
     "a folder without a model": (["--model.path", "{here}"], r"model\.path.*{here}"),
     "lm-eval on shards": (
-        ["--parallel.kind", "fsdp", "--eval.tasks", "gsm8k"],
+        ["--parallel.kind", "fsdp", "--eval.turns", "2", "--eval.tasks", "gsm8k"],
         r"eval\.tasks must be empty with parallel\.kind fsdp",
     ),
     "no lm-eval": (
