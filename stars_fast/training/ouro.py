@@ -66,7 +66,7 @@ class OuroEvalConfig(EvalConfig):
     """Loss on the validation rows and lm-eval's tasks, during the run and at its end.
 
     rows: chats in a forward pass.
-    tasks: names of lm-eval's tasks; empty for none.
+    tasks: names of lm-eval's tasks, or YAML files of tasks; empty for none.
     tasks_limit: samples of each task; none for all.
     """
 
@@ -149,10 +149,9 @@ class Task:
 
     def __init__(self, config: Config, world: World) -> None:
         need("transformers", "Ouro models")
-        if config.eval.tasks:
-            need("lm_eval", "eval.tasks")
         self.config = config
         self.world = world
+        self.index = self._tasks() if config.eval.tasks else None
         try:
             model, self.tokenizer = load(config)
             self.source, self.validation = self._data()
@@ -160,6 +159,20 @@ class Task:
             raise ConfigError(str(error)) from error
         self.loop = OuroLoop(model.to(world.device).train())
         self.guessing = math.log(model.config.vocab_size)
+
+    def _tasks(self) -> Any:
+        """lm-eval's index of tasks, on the first process, which runs them."""
+        from stars_fast.evaluation.harness import index_tasks
+
+        index, mistake = None, None
+        if self.world.first:
+            try:
+                index = index_tasks(self.config.eval.tasks)
+            except ConfigError as error:
+                mistake = str(error)
+        if mistake := self.world.from_first(mistake):
+            raise ConfigError(mistake)
+        return index
 
     def _data(self) -> tuple[Source, Source | None]:
         """The training data, tokenised by the first process of each machine, and the held-out."""
@@ -226,7 +239,12 @@ class Task:
             try:
                 with computing:
                     results |= run_tasks(
-                        self.loop.model, self.tokenizer, asked.tasks, asked.turns, asked.tasks_limit
+                        self.loop.model,
+                        self.tokenizer,
+                        asked.tasks,
+                        asked.turns,
+                        asked.tasks_limit,
+                        index=self.index,
                     )
             except Exception as error:  # what a task downloads or computes must not end the run
                 say(f"warning: lm-eval failed, the run goes on: {type(error).__name__}: {error}")

@@ -105,7 +105,10 @@ def test_the_root_wins_and_an_ambiguous_name_lists_its_meanings():
 
 def test_names_of_the_published_code_are_understood():
     words = ["--reg_weight", "0.2", "--random_loop_mu", "2"]
-    assert parse_overrides(words, addition.Config) == {"penalty": {"weight": "0.2"}, "depth": {"mu": "2"}}
+    assert parse_overrides(words, addition.Config) == {
+        "penalty": {"weight": "0.2"},
+        "depth": {"mu": "2"},
+    }
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just words"])

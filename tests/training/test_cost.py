@@ -78,7 +78,9 @@ def test_remaining_time_is_right_within_a_fifth_after_ten_steps(tiny, start_step
 def test_durations_and_banner_read_well(tiny):
     assert [duration(s) for s in (3.4, 65, 3600 * 2 + 61)] == ["3s", "1m05s", "2h01m"]
     config = tiny(penalty={"start_step": 3})
-    line = banner(config, "LoopedLM", LoopedLM(config.model), "16 1-digit sums = 96 tokens", rest=0.1)
+    line = banner(
+        config, "LoopedLM", LoopedLM(config.model), "16 1-digit sums = 96 tokens", rest=0.1
+    )
     assert "\n" not in line
     for part in ("stars", "16 1-digit sums = 96 tokens", "mean 2.9", "from step 3", "x SFT at 4"):
         assert part in line

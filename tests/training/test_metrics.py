@@ -79,23 +79,23 @@ def test_lines_after_the_checkpoint_and_a_cut_line_are_dropped(tmp_path):
 
 
 def test_trackers_get_every_line(tmp_path):
-    class Tracker:
-        said = []
+    said = []
 
+    class Tracker:
         def log(self, row, step):
-            self.said.append((step, row["loss"]))
+            said.append((step, row["loss"]))
 
         def flush(self):
-            self.said.append("flush")
+            said.append("flush")
 
         def close(self):
-            self.said.append("close")
+            said.append("close")
 
     log = MetricsLog(tmp_path / "metrics.jsonl", 0, [Tracker()])
     log.write({"step": 5, "loss": 0.5})
     log.sync()
     log.close()
-    assert Tracker.said == [(5, 0.5), "flush", "close"]
+    assert said == [(5, 0.5), "flush", "close"]
 
 
 def test_the_share_of_the_peak():

@@ -87,7 +87,7 @@ def states(step_loss, batch, turns=TURNS):
 def test_targets_are_the_next_tokens_and_never_cross_a_document():
     chats = Chats()
     for document in range(4):
-        tokens, following = next_tokens(chats, document)
+        _, following = next_tokens(chats, document)
         ids, targets = chats.document(document)
         assert following[-1] == IGNORE
         for i in range(len(ids) - 1):

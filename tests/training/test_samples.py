@@ -62,9 +62,7 @@ def test_putting_back_carries_gradients():
 
 def test_noise_belongs_to_the_sample_not_to_the_split():
     whole = sample_noise(torch.empty(6, 5, 4), Samples(6), 1, 2, range(6))
-    parts = [
-        sample_noise(torch.empty(2, 5, 4), Samples(2), 1, 2, [i, i + 1]) for i in (0, 2, 4)
-    ]
+    parts = [sample_noise(torch.empty(2, 5, 4), Samples(2), 1, 2, [i, i + 1]) for i in (0, 2, 4)]
     assert torch.equal(whole, torch.cat(parts))
     other = sample_noise(torch.empty(6, 5, 4), Samples(6), 1, 3, range(6))
     assert not torch.isclose(whole, other).any()
@@ -75,9 +73,7 @@ def test_noise_is_the_same_packed_padded_and_alone():
     width = 16
     packed = sample_noise(torch.empty(1, 10, width), PACKED, 1, 2, range(5, 9))
     padded = sample_noise(torch.empty(4, 4, width), PADDED, 1, 2, range(5, 9))
-    assert torch.equal(
-        torch.cat(PACKED.parts(packed)), torch.cat(PADDED.parts(padded))
-    )
+    assert torch.equal(torch.cat(PACKED.parts(packed)), torch.cat(PADDED.parts(padded)))
     assert not padded[~PADDED.mask].any()
     alone = sample_noise(torch.empty(1, 4, width), Samples(1), 1, 2, [7])
     assert torch.equal(alone[0], PACKED.parts(packed)[2])

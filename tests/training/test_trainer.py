@@ -5,7 +5,6 @@ import signal
 
 import pytest
 import torch
-
 from saved import saved_tensors
 
 from stars_fast.training import addition, interrupt, step, trainer

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from stars_fast.models.ouro.layers import OuroAttention
 
 
+@torch.compiler.disable  # its kernels are compiled already, and packed documents differ each time
 def attend(
     module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible, dual: bool
 ) -> Tensor:
