@@ -165,11 +165,11 @@ def measure(
             # One set of averages at a time is enough: a step's time does not depend on them.
             run.optimizer = runs[names[0]].optimizer
             run.run(step, timed=step > 0)
-    unit = statistics.fmean(runs["sft"].seconds)
+    unit = statistics.median(runs["sft"].seconds)
     peak = peak_flops(world.device, precision)
     table = {}
     for name, run in runs.items():
-        seconds = statistics.fmean(run.seconds)
+        seconds = statistics.median(run.seconds)
         entry = {
             "seconds": round(seconds, 4),
             "spread": round(statistics.pstdev(run.seconds) / seconds, 3),

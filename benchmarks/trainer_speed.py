@@ -107,6 +107,9 @@ class Given:
     def count(self, units: np.ndarray) -> np.ndarray:
         return np.ones_like(units)
 
+    def fingerprint(self) -> int:
+        return 0  # it is never resumed
+
     def batch(self, units: np.ndarray) -> HostBatch:
         rows = [self.rows[unit] for unit in units]
         tokens, labels, mask = (
