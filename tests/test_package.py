@@ -1,6 +1,7 @@
 """The package as a user meets it: import cost, the README's claims, the layout it shows."""
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,6 +16,10 @@ README = (ROOT / "README.md").read_text()
 def python(code):
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return run.stdout
+
+
+def bash(page):
+    return [text.replace("\\\n", " ") for text in re.findall(r"```bash\n(.*?)```", page, re.DOTALL)]
 
 
 def blocks(language):
@@ -95,12 +100,13 @@ def test_readme_commands_are_understood():
     from stars_fast.training.config import load_config
     from stars_fast.training.recipes import recipe_names
 
-    text = "\n".join(blocks("bash")) + _EXAMPLES
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    text = "\n".join([*blocks("bash"), *(each for page in pages for each in bash(page)), _EXAMPLES])
     shown = re.findall(r"(?:stars-fast|stars_fast\.cli) (\w+) ?([^#\n]*)", text)
     assert len(shown) > 8
     for command, rest in shown:
         assert command in ("train", "eval", "export", "recipes")
-        words = [word for word in rest.split() if word != "--resume"]
+        words = [word for word in shlex.split(rest) if word != "--resume"]
         if command == "train" and not words[0].startswith("runs/"):
             assert words[0] in recipe_names()
             load_config(words[0], words[1:])

@@ -1,6 +1,6 @@
 """The configuration of a run: one tree of dataclasses, read from recipes and the command line.
 
-A recipe is YAML with the sections of `TrainConfig`. `base: NAME` starts from another recipe.
+A recipe is YAML with the sections of a `RunConfig`. `base: NAME` starts from another recipe.
 The full tree is written to the run folder and is itself a recipe. What a run trains is its `task`,
 which has sections of its own; this file has those that all tasks share.
 """
@@ -209,6 +209,11 @@ class RunConfig:
         if self.train.compile and self.parallel.sharded:
             raise ConfigError(
                 f"train.compile must be false with parallel.kind {self.parallel.kind}"
+            )
+        if self.parallel.reshard and self.penalty.at == "last" and self.penalty.fraction < 1.0:
+            raise ConfigError(
+                "parallel.reshard must be false with penalty.at last and penalty.fraction below 1: "
+                "a micro-batch of few samples runs fewer turns, and gathers its layers less often"
             )
         if self.out is None:
             self.out = str(Path("runs") / self.name)

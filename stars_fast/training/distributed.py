@@ -2,17 +2,19 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from stars_fast.training.tree import ConfigError
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=24)
 """How long processes wait for one that tokenises the data or runs lm-eval."""
@@ -72,6 +74,24 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, device=torch.device("cpu"))
         return box[0]
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives on this process, once all have done theirs, however long it takes.
+
+        Raises ConfigError on all processes if one raised it.
+        """
+        result, mistake = None, None
+        try:
+            result = work()
+        except ConfigError as error:
+            mistake = str(error)
+        if self.size > 1:
+            mistakes = [None] * self.size
+            dist.all_gather_object(mistakes, mistake, group=self.patient)
+            mistake = next((each for each in mistakes if each is not None), None)
+        if mistake is not None:
+            raise ConfigError(mistake)
+        return cast(T, result)
 
     def wait(self) -> None:
         """Return once every process is here."""

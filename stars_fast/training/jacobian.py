@@ -3,9 +3,10 @@
     "next"   h^(t) -> one more turn, dual: the paper's
     "last"   h^(t-1) -> the last turn, dual: its primal output is h^(t), which saves a turn
 
-With `penalty.fraction` a part of the samples goes through the dual pass: as many in each
-micro-batch of each rank, so that none waits for another, drawn anew each step. Their mean stands
-for that over all samples of the micro-batch, which is its expected value.
+With `penalty.fraction` a part of the samples goes through the dual pass, drawn anew each step: as
+many in each micro-batch of each rank (all that there are where it holds fewer), so that none waits
+long for another. Their mean stands for that over all samples of the micro-batch, which is its
+expected value.
 """
 
 from typing import Any
@@ -92,3 +93,8 @@ def _block(loop: Loop, h: Tensor, samples: Samples, recompute: Recompute) -> Blo
 def drawn_number(fraction: float, samples: float) -> int:
     """How many samples go through the dual pass where micro-batches have so many on average."""
     return max(1, round(fraction * samples))
+
+
+def drawn_part(fraction: float, samples: float) -> float:
+    """The part of the samples that this is: of few, another than `fraction`."""
+    return 1.0 if fraction == 1.0 else min(1.0, drawn_number(fraction, samples) / samples)

@@ -96,19 +96,6 @@ class Activations(NamedTuple):
                 sizes[name] = round(size * ratio)
         return Activations(**sizes)
 
-    def on_a_part(self, part: float, shares_last: bool) -> "Activations":
-        """The same with a penalty on a `part` of the samples. Where it shares the last turn the
-        others run that turn without a tangent, recomputed if the dual turn is."""
-        others = 1.0 - part if shares_last else 0.0
-        by_layer = self.dual_by_layer
-        if by_layer is not None:
-            by_layer = round(part * by_layer + others * _known(self.turn_by_layer))
-        return self._replace(
-            dual=round(part * self.dual + others * self.turn),
-            dual_layer=round(part * self.dual_layer + others * self.layer),
-            dual_by_layer=by_layer,
-        )
-
 
 class Choice(NamedTuple):
     """What is recomputed, and the bytes of activations at the peak; budget: None if not known."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stars_fast.checks import check_integer
 from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.packing import efficiency
+from stars_fast.data.tokenised import TokenisedChats, load_chats
 from stars_fast.training import tree
 from stars_fast.training.batches import MicroBatch, Source
 from stars_fast.training.chats import PackedChats, PaddedChats
@@ -152,11 +153,8 @@ class Task:
         self.config = config
         self.world = world
         self.index = self._tasks() if config.eval.tasks else None
-        try:
-            model, self.tokenizer = load(config)
-            self.source, self.validation = self._data()
-        except (ValueError, OSError) as error:
-            raise ConfigError(str(error)) from error
+        model, self.tokenizer = world.together(lambda: load(config))
+        self.source, self.validation = self._data()
         self.loop = OuroLoop(model.to(world.device).train())
         self.guessing = math.log(model.config.vocab_size)
 
@@ -164,35 +162,28 @@ class Task:
         """lm-eval's index of tasks, on the first process, which runs them."""
         from stars_fast.evaluation.harness import index_tasks
 
-        index, mistake = None, None
-        if self.world.first:
-            try:
-                index = index_tasks(self.config.eval.tasks)
-            except ConfigError as error:
-                mistake = str(error)
-        if mistake := self.world.from_first(mistake):
-            raise ConfigError(mistake)
-        return index
+        tasks, first = self.config.eval.tasks, self.world.first
+        return self.world.together(lambda: index_tasks(tasks) if first else None)
 
     def _data(self) -> tuple[Source, Source | None]:
         """The training data, tokenised by the first process of each machine, and the held-out."""
-        from stars_fast.data.tokenised import load_chats
-
         data, world = self.config.data, self.world
-        seed = derive(self.config.seed, "data") % 2**32
-        if not world.local_first:
-            world.wait()
-        train, validation = load_chats(data, self.tokenizer, seed, quiet=not world.first)
-        if world.local_first:
-            world.wait()
+        world.together(lambda: self._chats() if world.local_first else None)
+        train, validation = world.together(self._chats)
         self.info = str(train.info)
         pad = self.tokenizer.pad_token_id or 0
+        source: Source = PaddedChats(train, pad)
         if data.packing:
             seed = derive(self.config.seed, "packing") % 2**32
-            source: Source = PackedChats(train, data.row_length or data.max_length, seed)
-        else:
-            source = PaddedChats(train, pad)
+            source = PackedChats(train, data.row_length or data.max_length, seed)
         return source, None if validation is None else PaddedChats(validation, pad)
+
+    def _chats(self) -> tuple[TokenisedChats, TokenisedChats | None]:
+        seed = derive(self.config.seed, "data") % 2**32
+        try:
+            return load_chats(self.config.data, self.tokenizer, seed, quiet=not self.world.first)
+        except (ValueError, OSError) as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def title(self) -> str:

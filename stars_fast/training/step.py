@@ -122,7 +122,8 @@ class StepLoss(nn.Module):
             mask = None if samples.mask is None else samples.mask.to(h.device)
             return fused_jsrr(block, h, mask=mask, cu_seqlens=samples.cu_seqlens)
 
-        measured = measure_activations(
+        # Of a part of the samples the dual pass may now and then be that of the whole micro-batch.
+        return measure_activations(
             loop.model,
             lambda: self.start(batch),
             turn,
@@ -130,8 +131,6 @@ class StepLoss(nn.Module):
             dual if self.config.penalised == "jacobian" else None,
             by_layer(turn, loop.model),
         )
-        penalty = self.config.penalty
-        return measured.on_a_part(penalty.fraction, penalty.at == "last")
 
     def start(self, batch: MicroBatch) -> Tensor:
         """h^(0) [B, S, D], in the dtype that the turns compute in."""

@@ -17,7 +17,7 @@ from stars_fast.training.cost import step_cost
 from stars_fast.training.distributed import World, processes
 from stars_fast.training.fit_memory import fit_memory
 from stars_fast.training.interrupt import Interrupts
-from stars_fast.training.jacobian import drawn_number
+from stars_fast.training.jacobian import drawn_part
 from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.optim import make_optimizer
 from stars_fast.training.parallel import parallelise
@@ -53,10 +53,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         torch.set_num_threads(config.train.threads)
     with processes(config.train.device) as world:
         folder = RunFolder(str(config.out))
-        refusal = world.from_first(folder.refusal(config, resume) if world.first else None)
-        if refusal:
-            raise ConfigError(refusal)
-        check(config, world)
+        world.together(lambda: check(config, world, folder, resume))
         task: Task = task_of({"task": config.task}).Task(config, world)
         trainer = Trainer(config, task, folder, world)
         if world.first:
@@ -68,11 +65,14 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
             raise TrainingFailure(str(error)) from error
 
 
-def check(config: RunConfig, world: World) -> None:
+def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> None:
     """What can be told to be wrong before data and model are loaded, which takes time.
 
     Raises ConfigError.
     """
+    refusal = folder.refusal(config, resume) if world.first else None
+    if refusal:
+        raise ConfigError(refusal)
     try:
         config.train.on(world.size)
     except ValueError as error:
@@ -114,8 +114,12 @@ class Trainer:
         self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
         self.processes = world.size
-        data = task.source.fingerprint() if world.first else None
-        self.fingerprint = world.from_first(data)
+        self.fingerprint = task.source.fingerprint()
+        if world.largest(self.fingerprint) != -world.largest(-self.fingerprint):
+            raise ConfigError(
+                "the training data differ between processes: of one machine's cache, "
+                "source or version, perhaps"
+            )
         self._load()
         self.notes: list[str] = []
         if config.memory.recompute != "none":
@@ -162,6 +166,7 @@ class Trainer:
                 self.progress.say(
                     f"{name}: stopped after step {self.step}, saved; continue with "
                     f"stars-fast train {self.folder.path} --resume"
+                    + (f", on {self.world.size} processes" if self.world.size > 1 else "")
                 )
                 return stopped
         return 0
@@ -262,11 +267,8 @@ class Trainer:
             ]
         )
         self.rest = self.task.loop.outside_block(supervised / places)
-        # Whole samples are drawn: of few, another part than was asked for.
         samples = window[0].step_samples / window[0].pieces
-        part = min(1.0, drawn_number(config.penalty.fraction, samples) / samples)
-        if config.penalty.fraction == 1.0:
-            part = 1.0
+        part = drawn_part(config.penalty.fraction, samples)
         self.costs = replace(config, penalty=replace(config.penalty, fraction=part))
         self.progress = Progress(self.costs, self.step, self.rest, first)
         batch = self.task.describe(window[0].step_samples, tokens)
@@ -304,7 +306,7 @@ class Trainer:
             notes.append(
                 f"the checkpoint is of {self.processes} processes and {self.world.size} go on: the "
                 "same samples in the same order, but not bit for bit"
-                + ("" if config.train.micro_batch_size is None else ", nor the same depths")
+                + ("" if config.train.micro_batch_size is None else ", nor at the same depths")
             )
         part = self.costs.penalty.fraction
         if config.penalised == "jacobian" and not 0.8 < part / config.penalty.fraction < 1.25:

@@ -36,7 +36,7 @@ def figures():
 
 @pytest.fixture(scope="session")
 def tiny_in():
-    """tiny_in(folder, method=..., **sections) -> TrainConfig of a run of a few steps there."""
+    """tiny_in(folder, method=..., **sections) -> Config of a run of a few steps there."""
 
     def make(folder, **changes):
         mapping = merge(TINY, {"out": str(folder), "name": folder.name})
@@ -49,7 +49,7 @@ def tiny_in():
 
 @pytest.fixture
 def tiny(tiny_in, tmp_path):
-    """tiny(**changes) -> TrainConfig of a run of a few steps in tmp_path/run."""
+    """tiny(**changes) -> Config of a run of a few steps in tmp_path/run."""
     return lambda **changes: tiny_in(tmp_path / "run", **changes)
 
 
