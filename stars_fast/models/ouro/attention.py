@@ -72,14 +72,16 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int |
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _varlen(q, k, v, documents, window)
     grouped = q.shape[1] != k.shape[1]
+    lengths = [b - a for a, b in pairwise(documents.bounds)]
+    # Split rather than sliced: the backward of a slice fills a tensor of the whole row.
+    parts = zip(lengths, *(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     outs = []
-    for start, stop in pairwise(documents.bounds):
-        if start == stop:
+    for length, a, b, c in parts:
+        if not length:
             continue
-        a, b, c = (x[:, :, start:stop] for x in (q, k, v))
         mask = None
-        if window is not None and window < stop - start:
-            ones = torch.ones(stop - start, stop - start, dtype=torch.bool, device=q.device)
+        if window is not None and window < length:
+            ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
             mask = ones.tril().triu(1 - window)
         outs.append(
             F.scaled_dot_product_attention(
