@@ -20,9 +20,8 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
-from stars_fast.training.checkpoint import checkpoints, latest
+from stars_fast.training.checkpoint import checkpoints, latest, saved_tensors
 from stars_fast.training.metrics import read_metrics
 
 TIMES = ("tokens_per_second", "memory_gib", "mfu")
@@ -170,16 +169,6 @@ def compare(straight: Path, killed: Path, steps: int) -> bool:
         and tensors[0].keys() == tensors[1].keys()
         and all(torch.equal(value, tensors[1][name]) for name, value in tensors[0].items())
     )
-
-
-def saved_tensors(path: Path) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(path)
-    tensors = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in reader.read_metadata().state_dict_metadata.items()
-    }
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
 
 
 if __name__ == "__main__":

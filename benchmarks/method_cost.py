@@ -94,7 +94,7 @@ class Steps:
     def __init__(self, config: Config, model: Any, chats: RandomChats, world: World) -> None:
         self.config = config
         self.world = world
-        source = PackedChats(chats, config.data.max_length, 0)  # type: ignore[arg-type]
+        source = PackedChats(chats, config.data.max_length, 0)
         train = config.train
         self.batches = Batches(source, 0, train.batch_size, train.accumulation, 0, 1, world.device)
         self.loop = OuroLoop(model)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,18 +37,23 @@ from stars_fast.training.run_folder import RunFolder
 from stars_fast.training.samples import Samples
 from stars_fast.training.trainer import Trainer
 
+LR, CLIP = 1e-4, 1.0
+
+
+class Size(NamedTuple):
+    """Optimiser steps that are timed, those before them, micro-batches of each."""
+
+    steps: int
+    warmup: int
+    accumulation: int
+
 
 def transformers_rate(
     checkpoint: str | Path,
     micros: Sequence[dict[str, Tensor]],
-    *,
-    steps: int,
-    warmup: int,
-    accumulation: int = 1,
-    lr: float = 1e-4,
-    clip: float = 1.0,
+    size: Size,
 ) -> float:
-    """Tokens per second of `steps` optimiser steps after `warmup` of them.
+    """Tokens per second of the optimiser steps after the warm-up.
 
     `micros` are dictionaries of input_ids, labels (not shifted) and attention_mask, [B, S] each,
     used in their order and over again; `accumulation` of them make a step. The model runs at the
@@ -55,6 +61,7 @@ def transformers_rate(
 
     Raises ValueError if `micros` is not a whole number of steps, or without a warm-up.
     """
+    steps, warmup, accumulation = size
     from torch.utils.data import DataLoader
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -78,7 +85,7 @@ def transformers_rate(
     with tempfile.TemporaryDirectory() as out:
         arguments = TrainingArguments(
             out, max_steps=warmup + steps, gradient_accumulation_steps=accumulation,
-            learning_rate=lr, weight_decay=0.0, max_grad_norm=clip, lr_scheduler_type="constant",
+            learning_rate=LR, weight_decay=0.0, max_grad_norm=CLIP, lr_scheduler_type="constant",
             optim="adamw_torch_fused", logging_strategy="no", save_strategy="no", report_to=[],
             disable_tqdm=True, use_cpu=True, dataloader_pin_memory=False,
         )  # fmt: skip
@@ -128,15 +135,12 @@ def our_rate(
     checkpoint: str | Path,
     micros: Sequence[dict[str, Tensor]],
     packing: bool,
-    *,
-    steps: int,
-    warmup: int,
-    accumulation: int = 1,
-    lr: float = 1e-4,
-    clip: float = 1.0,
+    size: Size,
 ) -> float:
     """The same of this package's trainer, with its metrics and its log; the rows come in the order
     of the trainer's own shuffle."""
+
+    steps, warmup, accumulation = size
 
     class Task(ouro.Task):
         def _data(self):
@@ -150,7 +154,7 @@ def our_rate(
                 "out": f"{folder}/run",
                 "model": {"path": str(checkpoint)}, "data": {"source": "given"},
                 "depth": {"law": "fixed", "value": 4},
-                "optim": {"lr": lr, "weight_decay": 0.0, "clip": clip, "schedule": "wsd"},
+                "optim": {"lr": LR, "weight_decay": 0.0, "clip": CLIP, "schedule": "wsd"},
                 "train": {
                     "steps": warmup + steps, "accumulation": accumulation,
                     "batch_size": accumulation * len(micros[0]["input_ids"]), "report_to": [],
@@ -199,7 +203,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     micros = random_micros(4 * options.accumulation, options.batch, options.length)
-    sizes = {"steps": options.steps, "warmup": options.warmup, "accumulation": options.accumulation}
+    size = Size(options.steps, options.warmup, options.accumulation)
     rates: dict[str, list[float]] = {"transformers": [], "padded": [], "packed": []}
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = write_tiny_ouro(Path(folder) / "ouro", hidden_size=64, intermediate_size=128)
@@ -207,9 +211,9 @@ def main() -> None:
             names = list(rates)
             for name in names if repeat % 2 else names[::-1]:  # no one always comes first
                 if name == "transformers":
-                    rate = transformers_rate(checkpoint, micros, **sizes)
+                    rate = transformers_rate(checkpoint, micros, size)
                 else:
-                    rate = our_rate(checkpoint, micros, name == "packed", **sizes)
+                    rate = our_rate(checkpoint, micros, name == "packed", size)
                 rates[name].append(rate)
     import transformers
 
@@ -226,7 +230,7 @@ def main() -> None:
         "over_transformers": {name: over_transformers(name) for name in ("padded", "packed")},
         "repeats": options.repeats,
         "batch": [options.batch, options.length],
-        **sizes,
+        **size._asdict(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "commit": subprocess.run(

@@ -42,8 +42,8 @@ ROWS_PER_WORKER = 500
 
 _ARRAYS = {"tokens": np.int32, "targets": np.bool_, "offsets": np.int64, "target_counts": np.int64}
 
-
 _PIECE = 2**22
+"""Elements that are summed up at a time."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.looped_block import looped_block
 from stars_fast.training.depth import DepthLaw
 from stars_fast.training.penalty import PenaltyConfig
-from stars_fast.training.samples import Samples, draw_samples, sample_noise
+from stars_fast.training.samples import Samples, draw_samples, drawn_number, sample_noise
 from stars_fast.training.seeds import derive
 
 if TYPE_CHECKING:
@@ -181,14 +181,15 @@ class JacobianPenalty(_Trainer):
         samples, seed = micro.samples, self.args.seed
         if samples.packed:
             h, position_ids = h.reshape(1, -1, h.shape[-1]), None
-        v = sample_noise(h, samples, seed, micro.step, micro.numbers)
-        number = max(1, round(self.penalty.fraction * samples.count))
+        numbers = micro.numbers
+        number = drawn_number(self.penalty.fraction, samples.count)
         if number < samples.count:
             chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
             part = samples.take(chosen)
             if position_ids is not None and len(position_ids) > 1 and not samples.packed:
                 position_ids = part.of(position_ids)
-            h, v, samples = part.of(h), part.of(v), part.samples
+            h, samples, numbers = part.of(h), part.samples, [numbers[i] for i in chosen]
+        v = sample_noise(h, samples, seed, micro.step, numbers)
         mask = None if samples.mask is None else samples.mask.to(h.device, non_blocking=True)
         block = looped_block(
             self.model,

@@ -6,6 +6,7 @@ Shapes: B batch, S tokens, D model width.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from stars_fast.models.token_layout import TokenLayout
 OPTIONS = ("attention_mask", "position_ids", "cu_seqlens", "inputs")
 
 
-class LoopedBlock(nn.Module):
+class LoopedBlock(ABC, nn.Module):
     """One turn h [B, S, D] -> [B, S, D], with what it needs besides h; made by `looped_block`.
 
     A call may bring its own `attention_mask`, `position_ids`, `cu_seqlens` or `inputs`, which
@@ -61,13 +62,13 @@ class LoopedBlock(nn.Module):
         """What the context depends on besides h and the arguments: settings and tensors."""
         return None, []
 
+    @abstractmethod
     def prepare(self, like: Tensor, **given: Tensor | None) -> Any:
         """The context of a turn at the shape, dtype and device of `like`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def turn(self, h: Tensor, context: Any) -> Tensor:
         """One turn in a context."""
-        raise NotImplementedError
 
 
 class OuroTurn(LoopedBlock):

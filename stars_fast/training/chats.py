@@ -1,6 +1,7 @@
 """Tokenised chats as batches: packed one after the other, or padded to the longest."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -8,9 +9,21 @@ from torch import Tensor
 
 from stars_fast.data import IGNORE
 from stars_fast.data.packing import pack
-from stars_fast.data.tokenised import TokenisedChats
 from stars_fast.training.batches import HostBatch
 from stars_fast.training.samples import Samples
+
+
+class Documents(Protocol):
+    """What `TokenisedChats` offers: documents with their targets."""
+
+    @property
+    def lengths(self) -> np.ndarray: ...
+
+    def __len__(self) -> int: ...
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def fingerprint(self) -> int: ...
 
 
 class PackedChats:
@@ -19,7 +32,7 @@ class PackedChats:
     chats: the documents. row_length: tokens of a row at most. seed: of the packing.
     """
 
-    def __init__(self, chats: TokenisedChats, row_length: int, seed: int) -> None:
+    def __init__(self, chats: Documents, row_length: int, seed: int) -> None:
         self.chats = chats
         self.longest = row_length
         self.rows = pack(chats.lengths, row_length, seed)
@@ -48,7 +61,7 @@ class PaddedChats:
     chats: the documents. pad: the token to fill up with; nothing depends on which it is.
     """
 
-    def __init__(self, chats: TokenisedChats, pad: int) -> None:
+    def __init__(self, chats: Documents, pad: int) -> None:
         self.chats = chats
         self.pad = pad
         self.longest = int(chats.lengths.max())
@@ -71,7 +84,7 @@ class PaddedChats:
         return HostBatch(tokens, targets, Samples(len(parts), None if mask.all() else mask))
 
 
-def next_tokens(chats: TokenisedChats, document: int) -> tuple[Tensor, Tensor]:
+def next_tokens(chats: Documents, document: int) -> tuple[Tensor, Tensor]:
     """The tokens [S] int64 of a document, and for each the token that follows it, [S] int64:
     `IGNORE` where that is no target, and at the end."""
     tokens, targets = (torch.from_numpy(np.array(each)) for each in chats.document(int(document)))

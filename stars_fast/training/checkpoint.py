@@ -184,7 +184,7 @@ class Checkpoints:
         if self._world.first:
             try:
                 outcome[0] = work()
-            except Exception as error:
+            except Exception as error:  # whatever it is, the others wait to be told
                 outcome[1] = error
         if self._group is not None:
             dist.broadcast_object_list(outcome, src=0, group=self._group)
@@ -222,6 +222,22 @@ def load_weights(path: Path, model: nn.Module) -> None:
     names = [name for name in saved.state_dict_metadata if name.startswith(_MODEL)]
     _check(path, weights, saved, names, exact=False)
     _read(path, weights, None)
+
+
+def saved_tensors(path: Path) -> dict[str, Tensor]:
+    """Everything but the small state of the checkpoint at `path`, on the CPU: weights as
+    "model.NAME", the optimiser's as "optimizer.NAME.KEY".
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    tensors = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in _metadata(path).state_dict_metadata.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    _read(path, tensors, None)
+    return tensors
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -321,7 +337,7 @@ def _metadata(path: Path) -> Metadata:
 def _rest(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # as above
         raise _damaged(path, error) from error
 
 
@@ -347,5 +363,6 @@ def _reason(error: BaseException) -> str:
 
 
 def _quiet() -> None:
-    """One process alone is meant, and no reason for a warning."""
+    """One process alone is meant, and no reason for a warning. For good: what a context of
+    `warnings` restores, it restores for all threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")

@@ -16,35 +16,53 @@ from torch import Tensor
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
-from stars_fast.training.loop import Loop
-from stars_fast.training.samples import Part, Samples, draw_samples, join, sample_noise
+from stars_fast.training.loop import Loop, Turn
+from stars_fast.training.samples import Part, draw_samples, drawn_number, join, sample_noise
 from stars_fast.training.turns import Block, Recompute, by_layer, dual_block
 
 
 def penalty_at_next(
-    loop: Loop, h: Tensor, batch: MicroBatch, config: RunConfig, step: int, recompute: Recompute
+    loop: Loop,
+    turn: Turn,
+    h: Tensor,
+    batch: MicroBatch,
+    config: RunConfig,
+    step: int,
+    recompute: Recompute,
 ) -> Tensor:
-    """Mean over the samples of ||J v||^2 at h = h^(t) [B, S, D], a scalar."""
+    """Mean over the samples of ||J v||^2 at h = h^(t) [B, S, D]; `turn` is the batch's."""
     if config.penalty.detach:
         h = h.detach()
     part = drawn(batch, config, step)
     if part is not None:
         h = part.of(h)
-    return _penalty(loop, h, batch, part, config, step, recompute, detach=config.penalty.detach)
+        turn = loop.turn(h, part.samples)
+    return _penalty(
+        loop, turn, h, batch, part, config, step, recompute, detach=config.penalty.detach
+    )
 
 
 def penalty_at_last(
-    loop: Loop, h: Tensor, batch: MicroBatch, config: RunConfig, step: int, recompute: Recompute
+    loop: Loop,
+    turn: Turn,
+    h: Tensor,
+    batch: MicroBatch,
+    config: RunConfig,
+    step: int,
+    recompute: Recompute,
 ) -> tuple[Tensor, Tensor]:
-    """h^(t) [B, S, D], and the mean over the samples of ||J v||^2 at h = h^(t-1) [B, S, D]."""
+    """h^(t) [B, S, D], and the mean over the samples of ||J v||^2 at h = h^(t-1) [B, S, D]; `turn`
+    is the batch's."""
     shared = {"detach": False, "return_output": True}
     part = drawn(batch, config, step)
     if part is None:
-        return _penalty(loop, h, batch, None, config, step, recompute, **shared)
-    out, penalty = _penalty(loop, part.of(h), batch, part, config, step, recompute, **shared)
+        return _penalty(loop, turn, h, batch, None, config, step, recompute, **shared)
+    some = part.of(h)
+    turn = loop.turn(some, part.samples)
+    out, penalty = _penalty(loop, turn, some, batch, part, config, step, recompute, **shared)
     rest = batch.samples.take(sorted(set(range(batch.samples.count)) - set(part.chosen)))
     others = rest.of(h)
-    others = _block(loop, others, rest.samples, recompute)(others)
+    others = _block(loop, loop.turn(others, rest.samples), recompute)(others)
     return join([(part, out), (rest, others)], h.shape), penalty
 
 
@@ -59,6 +77,7 @@ def drawn(batch: MicroBatch, config: RunConfig, step: int) -> Part | None:
 
 def _penalty(
     loop: Loop,
+    turn: Turn,
     h: Tensor,
     batch: MicroBatch,
     part: Part | None,
@@ -73,7 +92,7 @@ def _penalty(
     numbers = [batch.first + i for i in chosen]
     mask = samples.mask
     return fused_jsrr(
-        _block(loop, h, samples, recompute),
+        _block(loop, turn, recompute),
         h,
         v=sample_noise(h, samples, config.seed, step, numbers),
         mask=None if mask is None else mask.to(h.device, non_blocking=True),
@@ -84,17 +103,6 @@ def _penalty(
     )
 
 
-def _block(loop: Loop, h: Tensor, samples: Samples, recompute: Recompute) -> Block:
-    """The turn of these samples, with its layers recomputed if the dual turn's are."""
-    turn = loop.turn(h, samples)
+def _block(loop: Loop, turn: Turn, recompute: Recompute) -> Block:
+    """The turn, with its layers recomputed if the dual turn's are."""
     return dual_block(turn, recompute, by_layer(turn, loop.model) if recompute.dual else None)
-
-
-def drawn_number(fraction: float, samples: float) -> int:
-    """How many samples go through the dual pass where micro-batches have so many on average."""
-    return max(1, round(fraction * samples))
-
-
-def drawn_part(fraction: float, samples: float) -> float:
-    """The part of the samples that this is: of few, another than `fraction`."""
-    return 1.0 if fraction == 1.0 else min(1.0, drawn_number(fraction, samples) / samples)

@@ -284,10 +284,11 @@ def agree(
 
     Under FSDP the choice sets the order of the collectives. Every process must call this.
     """
-    sizes = [None if size is None else world.largest(size) for size in activations]
+    sizes: dict[str, Any] = activations._asdict()
+    sizes = {name: None if size is None else world.largest(size) for name, size in sizes.items()}
     unknown = world.largest(int(budget is None))
     smallest = -world.largest(-(budget or 0))
-    return Activations(*sizes), None if unknown else smallest  # type: ignore[arg-type]
+    return Activations(**sizes), None if unknown else smallest
 
 
 class _Kept:

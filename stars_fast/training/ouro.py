@@ -13,6 +13,7 @@ from stars_fast.checks import check_integer
 from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
+from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.training import tree
 from stars_fast.training.batches import MicroBatch, Source
 from stars_fast.training.chats import PackedChats, PaddedChats
@@ -123,8 +124,6 @@ class OuroLoop(Loop):
         return lambda x: model.turn(x, context)
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
-
         rows = h.flatten(0, 1).index_select(0, batch.positions)
         weight = self.model.lm_head.weight
         return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
@@ -168,14 +167,15 @@ class Task:
     def _data(self) -> tuple[Source, Source | None]:
         """The training data, tokenised by the first process of each machine, and the held-out."""
         data, world = self.config.data, self.world
-        world.together(lambda: self._chats() if world.local_first else None)
-        train, validation = world.together(self._chats)
+        made = world.together(lambda: self._chats() if world.local_first else None)
+        train, validation = world.together(lambda: made or self._chats())
         self.info = str(train.info)
         pad = self.tokenizer.pad_token_id or 0
-        source: Source = PaddedChats(train, pad)
         if data.packing:
             seed = derive(self.config.seed, "packing") % 2**32
-            source = PackedChats(train, data.row_length or data.max_length, seed)
+            source: Source = PackedChats(train, data.row_length or data.max_length, seed)
+        else:
+            source = PaddedChats(train, pad)
         return source, None if validation is None else PaddedChats(validation, pad)
 
     def _chats(self) -> tuple[TokenisedChats, TokenisedChats | None]:

@@ -5,7 +5,7 @@
            gathers a layer's weights where it runs
     hsdp   fsdp within groups of processes, gradients averaged between the groups
 
-Gradients are averaged over all processes whatever the kind, once in a window of micro-batches.
+Gradients are averaged over all processes whatever the kind, in the last micro-batch of a window.
 """
 
 from collections.abc import Sequence

@@ -126,3 +126,13 @@ def draw_samples(count: int, number: int, seed: int, step: int, micro: int) -> l
     a pure function of its arguments."""
     generator = torch.Generator().manual_seed(derive(seed, "samples", step, micro))
     return sorted(torch.randperm(count, generator=generator)[:number].tolist())
+
+
+def drawn_number(fraction: float, samples: float) -> int:
+    """How many samples are drawn where micro-batches have so many on average."""
+    return max(1, round(fraction * samples))
+
+
+def drawn_part(fraction: float, samples: float) -> float:
+    """The part of the samples that this is: of few, another than `fraction`."""
+    return 1.0 if fraction == 1.0 else min(1.0, drawn_number(fraction, samples) / samples)

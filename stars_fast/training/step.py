@@ -102,9 +102,9 @@ class StepLoss(nn.Module):
         h = states[-1]
         penalty = h.new_zeros((), dtype=torch.float32)
         if shares_last:
-            h, penalty = penalty_at_last(loop, h, batch, config, plan.step, recompute)
+            h, penalty = penalty_at_last(loop, turn, h, batch, config, plan.step, recompute)
         elif kind == "jacobian":
-            penalty = penalty_at_next(loop, h, batch, config, plan.step, recompute)
+            penalty = penalty_at_next(loop, turn, h, batch, config, plan.step, recompute)
         elif kind == "l2":
             penalty = adjacent_l2(states, batch.samples.mask, batch.samples.cu_seqlens)
         loss = loop.token_loss(h, batch, window_tokens)

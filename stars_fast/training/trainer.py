@@ -17,13 +17,13 @@ from stars_fast.training.cost import step_cost
 from stars_fast.training.distributed import World, processes
 from stars_fast.training.fit_memory import fit_memory
 from stars_fast.training.interrupt import Interrupts
-from stars_fast.training.jacobian import drawn_part
 from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.optim import make_optimizer
 from stars_fast.training.parallel import parallelise
 from stars_fast.training.precision import rounding_warning
 from stars_fast.training.progress import Progress, banner
 from stars_fast.training.run_folder import RunFolder
+from stars_fast.training.samples import drawn_part
 from stars_fast.training.step import Plan, StepLoss, plan_step, train_step
 from stars_fast.training.task import Results, Task
 from stars_fast.training.trackers import check_trackers, open_trackers
@@ -117,8 +117,8 @@ class Trainer:
         self.fingerprint = task.source.fingerprint()
         if world.largest(self.fingerprint) != -world.largest(-self.fingerprint):
             raise ConfigError(
-                "the training data differ between processes: of one machine's cache, "
-                "source or version, perhaps"
+                "the training data differ between processes: their machines have other files or "
+                "another version of data.source"
             )
         self._load()
         self.notes: list[str] = []

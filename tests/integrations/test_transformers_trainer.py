@@ -120,6 +120,7 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
     for rank in ("0", "1"):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        place["PYTHONPATH"] = os.pathsep.join(sys.path)  # where pytest finds the tests' modules
         command = [sys.executable, str(script), str(checkpoint()), str(tmp_path), "2"]
         started.append(subprocess.Popen(command, env=os.environ | place))
     try:

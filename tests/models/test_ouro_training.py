@@ -272,6 +272,7 @@ def test_hooks_on_a_linear_map_meet_the_state_and_not_the_stacked_pair():
     hooked = fused_jsrr(looped_block(net), h, v=h)
     hook.remove()
     assert seen == [((2, 5, 32), (2, 5, 64))]
+    # In double precision: the hooked map meets a Dual, whose products are those of the stack.
     torch.testing.assert_close(hooked, fused_jsrr(looped_block(net), h, v=h), rtol=1e-12, atol=0)
 
 

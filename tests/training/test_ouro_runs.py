@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from ouro_runs import ouro_run, rows_of
-from saved import saved_tensors
 
-from stars_fast.training.checkpoint import checkpoints
+from stars_fast.training.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.config import save_config
 from stars_fast.training.metrics import read_metrics
 from stars_fast.training.trainer import train

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from ouro_runs import ouro_run, rows_of
-from saved import saved_tensors
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from stars_fast import cli
 from stars_fast.training import trainer
-from stars_fast.training.checkpoint import latest
+from stars_fast.training.checkpoint import latest, saved_tensors
 from stars_fast.training.config import save_config
 from stars_fast.training.distributed import World
 from stars_fast.training.metrics import read_metrics

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from saved import saved_tensors
 
-from stars_fast.training.checkpoint import checkpoints
+from stars_fast.training.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.config import save_config
 from stars_fast.training.metrics import read_metrics
 from stars_fast.training.trainer import train

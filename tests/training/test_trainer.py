@@ -5,11 +5,10 @@ import signal
 
 import pytest
 import torch
-from saved import saved_tensors
 
 from stars_fast.training import addition, interrupt, step, trainer
 from stars_fast.training.addition import LoopedLoop, Sums, load_model, make_model
-from stars_fast.training.checkpoint import checkpoints, latest
+from stars_fast.training.checkpoint import checkpoints, latest, saved_tensors
 from stars_fast.training.metrics import read_metrics
 from stars_fast.training.trainer import TrainingFailure, train
 from stars_fast.training.tree import ConfigError

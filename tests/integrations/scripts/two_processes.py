@@ -4,14 +4,10 @@ import sys
 from pathlib import Path
 
 import torch
+from penalised import Gradients, StarsTrainer, arguments, documents, padded
 
-TESTS = Path(__file__).parents[2]
-sys.path += [str(TESTS / "integrations"), str(TESTS / "models")]
-
-from penalised import Gradients, StarsTrainer, arguments, documents, padded  # noqa: E402
-
-from stars_fast.models.ouro import OuroForCausalLM  # noqa: E402
-from stars_fast.training.depth import DepthLaw  # noqa: E402
+from stars_fast.models.ouro import OuroForCausalLM
+from stars_fast.training.depth import DepthLaw
 
 LENGTHS = (5, 8, 6, 9, 7, 5, 8, 4, 6, 9, 5, 7, 8, 6, 4, 7)
 
