@@ -1,5 +1,7 @@
-"""One turn of models of several makes: its value, its Jacobian loss and the gradients in fp64, to 1e-9
-(masks and layouts differ, and with them the order of sums)."""
+"""One turn of models of several makes: its value, its Jacobian loss and the gradients in fp64.
+
+To 1e-9: masks and layouts differ, and with them the order of sums.
+"""
 
 import pytest
 import torch
