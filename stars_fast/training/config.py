@@ -210,7 +210,15 @@ class RunConfig:
             raise ConfigError(
                 f"train.compile must be false with parallel.kind {self.parallel.kind}"
             )
-        if self.parallel.reshard and self.penalty.at == "last" and self.penalty.fraction < 1.0:
+        penalty = self.penalty
+        kept = self.train.backprop_turns
+        if penalty.direction == "step" and penalty.at == "last" and kept == 1:
+            raise ConfigError(
+                "train.backprop_turns must be at least 2 with penalty.direction step and "
+                "penalty.at last: the step before the last turn is needed"
+            )
+        splits = penalty.draw == "samples" and penalty.fraction < 1.0
+        if self.parallel.reshard and penalty.at == "last" and splits:
             raise ConfigError(
                 "parallel.reshard must be false with penalty.at last and penalty.fraction below 1: "
                 "a micro-batch of few samples runs fewer turns, and gathers its layers less often"

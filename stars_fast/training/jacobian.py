@@ -3,12 +3,14 @@
     "next"   h^(t) -> one more turn, dual: the paper's
     "last"   h^(t-1) -> the last turn, dual: its primal output is h^(t), which saves a turn
 
-With `penalty.fraction` a part of the samples goes through the dual pass, drawn anew each step: as
-many in each micro-batch of each rank (all that there are where it holds fewer), so that none waits
-long for another. Their mean stands for that over all samples of the micro-batch, which is its
-expected value.
+With `penalty.fraction` a part of the samples goes through the dual pass, drawn anew each step.
+Drawn from the samples it is as many in each micro-batch of each rank (all that there are where it
+holds fewer), so that none waits long for another; their mean stands for that over all samples of
+the micro-batch, which is its expected value. Drawn from the micro-batches it is all samples of
+some, the same ones of the window on every rank, and their penalty counts for the others'.
 """
 
+import random
 from typing import Any
 
 from torch import Tensor
@@ -18,56 +20,82 @@ from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
 from stars_fast.training.loop import Loop, Turn
 from stars_fast.training.samples import Part, draw_samples, drawn_number, join, sample_noise
+from stars_fast.training.seeds import derive
 from stars_fast.training.turns import Block, Recompute, by_layer, dual_block
 
 
 def penalty_at_next(
     loop: Loop,
     turn: Turn,
-    h: Tensor,
+    states: list[Tensor],
     batch: MicroBatch,
     config: RunConfig,
     step: int,
     recompute: Recompute,
 ) -> Tensor:
-    """Mean over the samples of ||J v||^2 at h = h^(t) [B, S, D]; `turn` is the batch's."""
+    """Mean over the samples of ||J v||^2 at the last of the `states`, h^(t) [B, S, D]; `turn` is
+    the batch's."""
+    h, v = states[-1], direction(states, config)
     if config.penalty.detach:
         h = h.detach()
     part = drawn(batch, config, step)
     if part is not None:
         h = part.of(h)
+        v = None if v is None else part.of(v)
         turn = loop.turn(h, part.samples)
     return _penalty(
-        loop, turn, h, batch, part, config, step, recompute, detach=config.penalty.detach
+        loop, turn, h, v, batch, part, config, step, recompute, detach=config.penalty.detach
     )
 
 
 def penalty_at_last(
     loop: Loop,
     turn: Turn,
-    h: Tensor,
+    states: list[Tensor],
     batch: MicroBatch,
     config: RunConfig,
     step: int,
     recompute: Recompute,
 ) -> tuple[Tensor, Tensor]:
-    """h^(t) [B, S, D], and the mean over the samples of ||J v||^2 at h = h^(t-1) [B, S, D]; `turn`
-    is the batch's."""
+    """h^(t) [B, S, D], and the mean over the samples of ||J v||^2 at the last of the `states`,
+    h^(t-1) [B, S, D]; `turn` is the batch's."""
     shared = {"detach": False, "return_output": True}
+    h, v = states[-1], direction(states, config)
     part = drawn(batch, config, step)
     if part is None:
-        return _penalty(loop, turn, h, batch, None, config, step, recompute, **shared)
+        return _penalty(loop, turn, h, v, batch, None, config, step, recompute, **shared)
     some = part.of(h)
+    v = None if v is None else part.of(v)
     turn = loop.turn(some, part.samples)
-    out, penalty = _penalty(loop, turn, some, batch, part, config, step, recompute, **shared)
+    out, penalty = _penalty(loop, turn, some, v, batch, part, config, step, recompute, **shared)
     rest = batch.samples.take(sorted(set(range(batch.samples.count)) - set(part.chosen)))
     others = rest.of(h)
     others = _block(loop, loop.turn(others, rest.samples), recompute)(others)
     return join([(part, out), (rest, others)], h.shape), penalty
 
 
+def direction(states: list[Tensor], config: RunConfig) -> Tensor | None:
+    """v [B, S, D] at the last of the `states`, cut off from the graph; None for a random one, also
+    where a single state leaves no step to take."""
+    if config.penalty.direction == "random" or len(states) == 1:
+        return None
+    return states[-1].detach() - states[-2].detach()
+
+
+def penalty_factor(batch: MicroBatch, config: RunConfig, step: int) -> float:
+    """What the penalty of the micro-batch counts for: 1, or where micro-batches are drawn their
+    number over that of those drawn, and 0 for the others."""
+    window = config.train.accumulation
+    number = config.penalty.micro_batches(window)
+    chosen = random.Random(derive(config.seed, "micro-batches", step)).sample(range(window), number)
+    place = batch.index // (batch.pieces // window)
+    return window / number if place in chosen else 0.0
+
+
 def drawn(batch: MicroBatch, config: RunConfig, step: int) -> Part | None:
-    """The samples that go through the dual pass; None for all."""
+    """The samples of the micro-batch that go through the dual pass; None for all."""
+    if config.penalty.draw == "micro-batches":
+        return None
     number = drawn_number(config.penalty.fraction, batch.step_samples / batch.pieces)
     if config.penalty.fraction == 1.0 or number >= batch.samples.count:
         return None
@@ -79,6 +107,7 @@ def _penalty(
     loop: Loop,
     turn: Turn,
     h: Tensor,
+    v: Tensor | None,
     batch: MicroBatch,
     part: Part | None,
     config: RunConfig,
@@ -86,15 +115,17 @@ def _penalty(
     recompute: Recompute,
     **options: Any,
 ) -> Any:
-    """`fused_jsrr` at the states `h` of the batch, or of a part of it."""
+    """`fused_jsrr` at the states `h` of the batch, or of a part of it; `v` is None for noise."""
     samples = batch.samples if part is None else part.samples
     chosen = range(samples.count) if part is None else part.chosen
     numbers = [batch.first + i for i in chosen]
     mask = samples.mask
+    if v is None:
+        v = sample_noise(h, samples, config.seed, step, numbers)
     return fused_jsrr(
         _block(loop, turn, recompute),
         h,
-        v=sample_noise(h, samples, config.seed, step, numbers),
+        v=v,
         mask=None if mask is None else mask.to(h.device, non_blocking=True),
         cu_seqlens=samples.cu_seqlens,
         power_steps=config.penalty.power_steps,

@@ -23,8 +23,12 @@ class PenaltyConfig:
     detach: stop the penalty's gradient at the state where the Jacobian is taken.
     at: next for the Jacobian at h^(t), one further turn, as in the paper; last for that at h^(t-1),
         which shares the last turn's pass and costs less, with detach false.
-    fraction: of the samples of each micro-batch, drawn anew each time, that the Jacobian penalty is
-        taken of; unbiased.
+    fraction: of the samples of a step, drawn anew each time, that the Jacobian penalty is taken of;
+        unbiased.
+    draw: what the fraction is drawn from: samples for so many of each micro-batch; micro-batches
+        for all samples of so many of the micro-batches, which costs nothing but their dual turns.
+    direction: of v: random, or step for the last step of the state, h^(t) - h^(t-1), which has been
+        through the Jacobians of the turns before.
     """
 
     weight: float = 0.1
@@ -36,12 +40,16 @@ class PenaltyConfig:
     detach: bool = True
     at: Literal["next", "last"] = "next"
     fraction: float = 1.0
+    draw: Literal["samples", "micro-batches"] = "samples"
+    direction: Literal["random", "step"] = "random"
 
     def __post_init__(self) -> None:
         for name, choices in (
             ("weighting", ("convex", "additive")),
             ("normalize", ("sample", "batch")),
             ("at", ("next", "last")),
+            ("draw", ("samples", "micro-batches")),
+            ("direction", ("random", "step")),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
@@ -59,6 +67,21 @@ class PenaltyConfig:
             raise ValueError(
                 f"weight must be >= 0, and <= 1 with convex weighting, got {self.weight}"
             )
+
+    def micro_batches(self, window: int) -> int:
+        """How many of the `window` micro-batches of a step have the penalty.
+
+        Raises ValueError if the fraction is drawn from them and is not a whole number of them.
+        """
+        if self.draw == "samples":
+            return window
+        number = round(self.fraction * window)
+        if number < 1 or abs(number - self.fraction * window) > 1e-6:
+            raise ValueError(
+                f"fraction must be a whole number of the {window} micro-batches of a step "
+                f"(train.accumulation) with draw micro-batches, got {self.fraction:g}"
+            )
+        return number
 
     def weight_at(self, step: int) -> float:
         """lambda at `step` (counted from 0)."""

@@ -21,7 +21,7 @@ from stars_fast.jsrr import fused_jsrr
 from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
 from stars_fast.training.distributed import World
-from stars_fast.training.jacobian import penalty_at_last, penalty_at_next
+from stars_fast.training.jacobian import penalty_at_last, penalty_at_next, penalty_factor
 from stars_fast.training.loop import Loop
 from stars_fast.training.losses import adjacent_l2
 from stars_fast.training.memory import Activations, measure_activations
@@ -85,8 +85,10 @@ class StepLoss(nn.Module):
         """
         loop, config = self.loop, self.config
         kind = config.penalised if plan.weight > 0 else None
-        recompute = self.recompute(turns, kind == "jacobian")
-        shares_last = kind == "jacobian" and config.penalty.at == "last"
+        factor = penalty_factor(batch, config, plan.step) if kind == "jacobian" else 1.0
+        jacobian = kind == "jacobian" and factor > 0
+        recompute = self.recompute(turns, jacobian)
+        shares_last = jacobian and config.penalty.at == "last"
         kept = config.train.backprop_turns
 
         h = self.start(batch)
@@ -102,13 +104,13 @@ class StepLoss(nn.Module):
         h = states[-1]
         penalty = h.new_zeros((), dtype=torch.float32)
         if shares_last:
-            h, penalty = penalty_at_last(loop, turn, h, batch, config, plan.step, recompute)
-        elif kind == "jacobian":
-            penalty = penalty_at_next(loop, turn, h, batch, config, plan.step, recompute)
+            h, penalty = penalty_at_last(loop, turn, states, batch, config, plan.step, recompute)
+        elif jacobian:
+            penalty = penalty_at_next(loop, turn, states, batch, config, plan.step, recompute)
         elif kind == "l2":
             penalty = adjacent_l2(states, batch.samples.mask, batch.samples.cu_seqlens)
         loss = loop.token_loss(h, batch, window_tokens)
-        penalty = penalty * batch.share
+        penalty = penalty * (factor * batch.share)
         shares = torch.stack([loss.detach(), penalty.detach()])
         return (config.penalty.combine(loss, penalty, plan.weight) if kind else loss), shares
 

@@ -74,9 +74,13 @@ def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> N
     if refusal:
         raise ConfigError(refusal)
     try:
-        config.train.on(world.size)
+        window = config.train.on(world.size).accumulation
     except ValueError as error:
         raise ConfigError(f"train: {error}") from error
+    try:
+        config.penalty.micro_batches(window)
+    except ValueError as error:
+        raise ConfigError(f"penalty: {error}") from error
     if config.parallel.kind == "hsdp":
         config.parallel.copies(world)
     check_trackers(config.train.report_to)
@@ -268,7 +272,9 @@ class Trainer:
         )
         self.rest = self.task.loop.outside_block(supervised / places)
         samples = window[0].step_samples / window[0].pieces
-        part = drawn_part(config.penalty.fraction, samples)
+        part = config.penalty.fraction
+        if config.penalty.draw == "samples":
+            part = drawn_part(part, samples)
         self.costs = replace(config, penalty=replace(config.penalty, fraction=part))
         self.progress = Progress(self.costs, self.step, self.rest, first)
         batch = self.task.describe(window[0].step_samples, tokens)

@@ -1,0 +1,181 @@
+"""What the cheaper penalties are worth at the end of training: addition models, three seeds each.
+
+    python benchmarks/quality.py [--out DIR] [--workers 2] [--settings NAME ...] [--seeds 0 1 2]
+    python benchmarks/quality.py --steps 20 --start 10 --seeds 0     # proves the script
+
+All settings of a seed continue one trunk, a run without a penalty up to the step at which it
+begins; so they differ in the penalty alone. The recipe is `addition-quick` with depths up to 20 and
+a constant learning rate, where the penalty matters. Each run is judged at its last four checkpoints:
+exact match against turns on unseen sums, and the spectral radius of the block at the states of some
+of them. Stopped, it goes on where it was. Writes quality.json and quality.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stars_fast import spectral_radius
+from stars_fast.analysis.plots import accuracy_against_turns
+from stars_fast.data.addition import AdditionData
+from stars_fast.evaluation.addition import evaluate
+from stars_fast.training.addition import load_model
+from stars_fast.training.config import load_config, save_config
+from stars_fast.training.trainer import train
+
+TURNS = (1, 2, 4, 8, 16, 32, 64, 100)
+RADIUS_TURNS = (4, 16, 64)
+BASE = "--depth.mu 1.5 --depth.sigma 0.5 --depth.high 20 --decay_steps 0 --train.report_to none"
+ATTACHED = "--penalty.detach false"
+LAST = f"--penalty.at last {ATTACHED}"
+QUARTER = "--penalty.fraction 0.25"
+STEP = "--penalty.direction step"
+SETTINGS = {
+    "no penalty": "--penalty.weight 0",
+    "exact": "",
+    "exact, attached": ATTACHED,
+    "quarter": QUARTER,
+    "quarter, attached": f"{QUARTER} {ATTACHED}",
+    "last": LAST,
+    "last, quarter": f"{LAST} {QUARTER}",
+    "exact, 0.03": "--penalty.weight 0.03",
+    "step, 0.1": STEP,
+    "step, 0.03": f"{STEP} --penalty.weight 0.03",
+    "step, 0.01": f"{STEP} --penalty.weight 0.01",
+    "last, step, 0.03": f"{LAST} {STEP} --penalty.weight 0.03",
+}
+"""Options of the trainer; lambda is 0.1 unless it is said."""
+
+
+def trunk(out: Path, seed: int, start: int) -> Path:
+    """The run without a penalty that the settings of a seed continue."""
+    folder = out / f"trunk-{seed}"
+    words = f"{BASE} --seed {seed} --steps {start} --save_every {start} --penalty.weight 0.1"
+    words += f" --penalty.start_step {start} --out {folder}"
+    if not (folder / "results.json").exists():
+        train(load_config("addition-quick", words.split()), resume=folder.exists())
+    return folder
+
+
+def branch(out: Path, name: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Train a setting of a seed, judge it and write what was found."""
+    folder = out / f"{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+    begun = trunk(out, seed, options.start)
+    if not (folder / "config.yaml").exists():
+        shutil.copytree(begun / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)
+        shutil.copy(begun / "metrics.jsonl", folder)
+        every = max((options.steps - options.start) // 8, 1)
+        words = f"{SETTINGS[name]} --steps {options.steps} --save_every {every} --keep 4"
+        words += f" --eval.limit 100 --out {folder} --name {folder.name}"
+        save_config(load_config(str(begun), words.split()), folder / "config.yaml")
+    if not (folder / "results.json").exists():
+        train(load_config(str(folder)), resume=True)
+    found = folder / "quality.json"
+    if not found.exists():
+        found.write_text(json.dumps(judge(folder), indent=1) + "\n")
+    return json.loads(found.read_text())
+
+
+def judge(folder: Path) -> dict[str, Any]:
+    """Accuracy and spectral radii, averaged over the last four checkpoints of a run."""
+    steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/*"))
+    accuracies, radii = [], []
+    for step in steps[-4:]:
+        model, config = load_model(folder, step)
+        data = AdditionData(config.data)
+        accuracies.append(evaluate(model, data, TURNS))
+        radii.append(spectra(model.eval(), data.batch("test", torch.arange(32)).tokens))
+    return {
+        "checkpoints": steps[-4:],
+        "accuracy": {t: statistics.fmean(a[t] for a in accuracies) for t in TURNS},
+        "radius": {t: statistics.fmean(r[t] for r in radii) for t in RADIUS_TURNS},
+    }
+
+
+@torch.no_grad()
+def spectra(model: Any, tokens: torch.Tensor) -> dict[int, float]:
+    """Mean over samples of the spectral radius at h^(t)."""
+    h, found = model.prelude(tokens), {}
+    for turn in range(1, max(RADIUS_TURNS) + 1):
+        h = model.block(h)
+        if turn in RADIUS_TURNS:
+            generator = torch.Generator().manual_seed(turn)
+            found[turn] = float(
+                spectral_radius(model.block, h, generator=generator, tol=1e-3).mean()
+            )
+    return found
+
+
+def gathered(found: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
+    """Mean, least and most over the seeds of each setting."""
+    table: dict[str, Any] = {}
+    for name in SETTINGS:
+        runs = [entry for (setting, _), entry in found.items() if setting == name]
+        if not runs:
+            continue
+        table[name] = {"seeds": len(runs)}
+        for kind in ("accuracy", "radius"):
+            keys = runs[0][kind]
+            table[name][kind] = {
+                t: [round(f(r[kind][t] for r in runs), 4) for f in (statistics.fmean, min, max)]
+                for t in keys
+            }
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--start", type=int, default=1200, help="step at which the penalty begins")
+    parser.add_argument("--workers", type=int, default=2, help="runs at once, one thread each")
+    parser.add_argument("--one", nargs=2, metavar=("SETTING", "SEED"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.one:
+        torch.set_num_threads(1)
+        name, seed = options.one[0], int(options.one[1])
+        if name == "trunk":
+            trunk(options.out, seed, options.start)
+        else:
+            branch(options.out, name, seed, options)
+        return
+
+    def run(job: tuple[str, int]) -> None:
+        words = ["--out", str(options.out), "--steps", str(options.steps)]
+        words += ["--start", str(options.start), "--one", job[0], str(job[1])]
+        log = options.out / "log.txt"
+        with log.open("a") as file:
+            subprocess.run([sys.executable, __file__, *words], stdout=file, stderr=file, check=True)
+        print("done", *job, flush=True)
+
+    jobs = [(name, seed) for seed in options.seeds for name in options.settings]
+    with ThreadPoolExecutor(options.workers) as pool:
+        list(pool.map(run, [("trunk", seed) for seed in options.seeds]))
+        list(pool.map(run, jobs))
+    found = {job: branch(options.out, *job, options) for job in jobs}
+    table = gathered(found)
+    (options.out / "quality.json").write_text(json.dumps(table, indent=1) + "\n")
+    accuracy_against_turns(
+        {n: {int(t): v[0] for t, v in row["accuracy"].items()} for n, row in table.items()},
+        options.out / "quality.png",
+        title="Exact match on unseen sums, mean of the seeds",
+    )
+    for name, row in table.items():
+        curve = " / ".join(f"{100 * v[0]:.1f}" for v in row["accuracy"].values())
+        print(f"{name:20} {curve}   radius {[v[0] for v in row['radius'].values()]}")
+
+
+if __name__ == "__main__":
+    main()
