@@ -24,6 +24,7 @@ _HOMES = {
     "fused_jsrr": "stars_fast.jsrr",
     "fused_jvp": "stars_fast.jsrr",
     "looped_block": "stars_fast.models.looped_block",
+    "singular_moments": "stars_fast.analysis.singular",
     "spectral_radius": "stars_fast.analysis.spectrum",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "fused_jsrr",
     "fused_jvp",
     "looped_block",
+    "singular_moments",
     "spectral_radius",
 ]
 

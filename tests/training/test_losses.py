@@ -86,6 +86,8 @@ def test_weighted_sum(weighting, total):
         ({"at": "first"}, "at must be one of"),
         ({"at": "last"}, "detach must be false with at=last"),
         ({"fraction": 0.0}, r"fraction must be in \(0, 1\]"),
+        ({"draw": "rows"}, r"draw must be one of"),
+        ({"direction": "last"}, r"direction must be one of"),
         ({"power_steps": 0}, "power_steps must be at least 1"),
         ({"start_step": -1}, "start_step must be at least 0"),
         ({"weight": -0.1}, "weight must be >= 0"),

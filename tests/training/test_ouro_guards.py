@@ -94,6 +94,13 @@ def test_epochs_say_the_steps_unless_steps_do():
         ({"train": {"batch_size": 3, "accumulation": 2}}, r"multiple of accumulation x processes"),
         ({"parallel": {"kind": "hsdp", "shard": 3}}, r"parallel\.shard"),
         ({"train": {"report_to": ["wandb"]}}, r"metrics need wandb: pip install wandb"),
+        (
+            {
+                "train": {"batch_size": 4, "micro_batch_size": 2},
+                "penalty": {"draw": "micro-batches", "fraction": 0.25},
+            },
+            r"penalty: fraction must be a whole number of the 1 micro-batches .* got 0\.25",
+        ),
     ],
 )
 def test_mistakes_are_found_before_data_and_model(run, tmp_path, monkeypatch, changes, message):
@@ -108,6 +115,14 @@ def test_a_sharded_shared_turn_on_a_part_does_not_gather_anew(run):
     with pytest.raises(ConfigError, match=r"parallel\.reshard must be false with penalty\.at last"):
         run(penalty=shared, parallel={"kind": "fsdp", "reshard": True})
     run(penalty=shared, parallel={"kind": "fsdp"})
+    run(penalty=shared | {"draw": "micro-batches"}, parallel={"kind": "fsdp", "reshard": True})
+
+
+def test_a_step_before_the_last_turn_needs_its_states(run):
+    penalty = {"at": "last", "detach": False, "direction": "step"}
+    with pytest.raises(ConfigError, match=r"train\.backprop_turns must be at least 2"):
+        run(penalty=penalty, train={"backprop_turns": 1})
+    run(penalty=penalty, train={"backprop_turns": 2})
 
 
 def test_a_failing_evaluation_does_not_end_the_run(run, monkeypatch, capsys):

@@ -38,6 +38,7 @@ def parallel_run(folder, cache, method, kind):
         cache,
         method=method,
         depth={"stratified": True} if method in ("random-loop", "stars") else {},
+        penalty={"draw": "micro-batches", "fraction": 0.5} if method == "stars" else {},
         # One process has as many micro-batches as two, so that their depths are the same.
         train={"steps": 20, "accumulation": 2, "batch_size": 8},
         parallel={"kind": kind},

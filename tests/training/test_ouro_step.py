@@ -171,13 +171,16 @@ def written_out(step_loss, batch, at, detach, weight):
     """(1 - weight) L + weight R, with the Jacobian-vector product by torch.func."""
     from stars_fast.training.samples import sample_noise
 
-    h, turn = states(step_loss, batch, TURNS - 1)
+    before, turn = states(step_loss, batch, TURNS - 2)
+    h = turn(before)
     out = turn(h)
     logits = out.flatten(0, 1)[batch.positions] @ step_loss.loop.model.lm_head.weight.T
     loss = F.cross_entropy(logits, batch.labels)
     place = out if at == "next" else h
     place = place.detach() if detach else place
     v = sample_noise(place, batch.samples, step_loss.config.seed, 0, range(4))
+    if step_loss.config.penalty.direction == "step":
+        v = (out - h if at == "next" else h - before).detach()
     penalty = 0.0
     for i, part in enumerate(batch.samples.parts(v)):
         alone = torch.zeros_like(v)
@@ -191,8 +194,10 @@ def written_out(step_loss, batch, at, detach, weight):
     ("at", "detach"), [("next", True), ("next", False), ("last", False)], ids=str
 )
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
-def test_the_loss_and_its_gradient_are_the_formula(trained, at, detach, packed):
-    step_loss = trained(method="jsrr", penalty={"at": at, "detach": detach})
+@pytest.mark.parametrize("direction", ["random", "step"])
+def test_the_loss_and_its_gradient_are_the_formula(trained, at, detach, packed, direction):
+    penalty = {"at": at, "detach": detach, "direction": direction}
+    step_loss = trained(method="jsrr", penalty=penalty)
     step_loss.loop.model.config._attn_implementation = "eager"  # torch.func takes no fused one
     batch = batch_of(packed)
     got, parts, gradient = share(step_loss, batch, 0.3)
@@ -250,6 +255,48 @@ def test_some_samples_stand_for_all(trained, at, packed, monkeypatch):
     mean = [torch.stack([each[i] for each in found]).mean(0) for i in (0, 2)]
     torch.testing.assert_close(mean[0], loss, rtol=1e-10, atol=0)
     assert relative_error(mean[1], gradient) < 1e-9
+
+
+@pytest.mark.parametrize("at", ["next", "last"])
+def test_without_a_step_to_take_the_direction_is_random(trained, at):
+    """After one turn `last` is at the first state."""
+    batch = batch_of(True)
+    found = {}
+    for direction in ("random", "step"):
+        penalty = {"at": at, "detach": at == "next", "direction": direction}
+        step_loss = trained(method="jsrr", penalty=penalty)
+        plan = Plan(0, [1], 0.3, 0.0)
+        found[direction], _ = step_loss(StepLoss.share, batch, plan, 1, len(batch.labels))
+    assert (found["random"] == found["step"]) == (at == "last")
+
+
+@pytest.mark.parametrize("at", ["next", "last"])
+def test_some_micro_batches_stand_for_all(trained, at):
+    """Over many steps each of four micro-batches is drawn alike; the drawn one counts four times,
+    and the others' loss is the token loss alone."""
+    penalty = {"at": at, "detach": at == "next"}
+    train = {"accumulation": 4, "batch_size": 4}
+    whole = trained(method="jsrr", penalty=penalty, train=train)
+    some = {"draw": "micro-batches", "fraction": 0.25}
+    quarter = trained(method="jsrr", penalty={**penalty, **some}, train=train)
+    for rank in (0, 1):  # of two: the micro-batches of a window are the same on both
+        batch = replace(batch_of(True), pieces=8, index=2 * 2 + rank)
+        factors = [jacobian.penalty_factor(batch, quarter.config, step) for step in range(400)]
+        assert set(factors) == {0.0, 4.0}
+        assert 70 < factors.count(4.0) < 130  # 100 are expected, with a deviation of 9
+        drawn, left = factors.index(4.0), factors.index(0.0)
+        loss, parts, _ = share(quarter, batch, 0.3, drawn)
+        _, all_parts, _ = share(whole, batch, 0.3, drawn)
+        torch.testing.assert_close(parts[1], 4 * all_parts[1])
+        loss, parts, gradient = share(quarter, batch, 0.3, left)
+        assert parts[1] == 0
+        plain, _, token_gradient = share(trained(), batch)
+        torch.testing.assert_close(loss, 0.7 * plain, rtol=1e-10, atol=0)
+        assert relative_error(gradient, 0.7 * token_gradient) < 1e-9
+    places = [replace(batch_of(True), pieces=8, index=2 * place) for place in range(4)]
+    for step in range(20):  # one of a window
+        factors = [jacobian.penalty_factor(b, quarter.config, step) for b in places]
+        assert sorted(factors) == [0.0, 0.0, 0.0, 4.0]
 
 
 def test_as_many_samples_are_drawn_in_each_micro_batch(trained):
