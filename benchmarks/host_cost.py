@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable
 
 import torch
-from blocks import SandwichLayer, stack
 from torch import Tensor, nn
-from ways import commit
 
 from stars_fast import fused_jsrr, looped_block
+from stars_fast.bench.blocks import SandwichLayer, stack
+from stars_fast.bench.machine import commit
 
 
 class LlamaTurn(nn.Module):

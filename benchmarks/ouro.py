@@ -22,9 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ways import commit, measure, show, summary
 
 from stars_fast import fused_jsrr
+from stars_fast.bench.machine import commit
+from stars_fast.bench.report import show
+from stars_fast.bench.ways import figures, measure
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
 
@@ -96,7 +98,7 @@ def passes(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict
         memory = {name: _in_its_own_process(part, name) for name in ways}
     as_way = {name: (lambda block, h, u, way=way: way()) for name, way in ways.items()}
     h = torch.empty(0, device=net.device)
-    rows = summary(measure(net, h, h, options.repeats, as_way), {})
+    rows = figures(measure(net, h, h, options.repeats, as_way), {})
     print(part)
     show(rows)
     print("MiB:", memory)

@@ -5,9 +5,10 @@
 
 All settings of a seed continue one trunk, a run without a penalty up to the step at which it
 begins; so they differ in the penalty alone. The recipe is `addition-quick` with depths up to 20 and
-a constant learning rate, where the penalty matters. Each run is judged at its last four checkpoints:
-exact match against turns on unseen sums, and the spectral radius of the block at the states of some
-of them. Stopped, it goes on where it was. Writes quality.json and quality.png.
+a constant learning rate (`--decay` lets it fall at the end), where the penalty matters. Each run is
+judged at its last four checkpoints (`--judged`): exact match against turns on unseen sums, and the
+spectral radius of the block at the states of some of them. Stopped, it goes on where it was. Writes
+quality.json and quality.png.
 """
 
 from __future__ import annotations
@@ -75,27 +76,29 @@ def branch(out: Path, name: str, seed: int, options: argparse.Namespace) -> dict
         shutil.copy(begun / "metrics.jsonl", folder)
         every = max((options.steps - options.start) // 8, 1)
         words = f"{SETTINGS[name]} --steps {options.steps} --save_every {every} --keep 4"
-        words += f" --eval.limit 100 --out {folder} --name {folder.name}"
+        words += f" --decay_steps {options.decay} --eval.limit 100"
+        words += f" --out {folder} --name {folder.name}"
         save_config(load_config(str(begun), words.split()), folder / "config.yaml")
     if not (folder / "results.json").exists():
         train(load_config(str(folder)), resume=True)
     found = folder / "quality.json"
     if not found.exists():
-        found.write_text(json.dumps(judge(folder), indent=1) + "\n")
+        found.write_text(json.dumps(judge(folder, options.judged), indent=1) + "\n")
     return json.loads(found.read_text())
 
 
-def judge(folder: Path) -> dict[str, Any]:
-    """Accuracy and spectral radii, averaged over the last four checkpoints of a run."""
+def judge(folder: Path, last: int) -> dict[str, Any]:
+    """Accuracy and spectral radii, averaged over the last so many checkpoints of a run."""
     steps = sorted(int(path.name.removeprefix("step-")) for path in folder.glob("checkpoints/*"))
+    steps = steps[-last:]
     accuracies, radii = [], []
-    for step in steps[-4:]:
+    for step in steps:
         model, config = load_model(folder, step)
         data = AdditionData(config.data)
         accuracies.append(evaluate(model, data, TURNS))
         radii.append(spectra(model.eval(), data.batch("test", torch.arange(32)).tokens))
     return {
-        "checkpoints": steps[-4:],
+        "checkpoints": steps,
         "accuracy": {t: statistics.fmean(a[t] for a in accuracies) for t in TURNS},
         "radius": {t: statistics.fmean(r[t] for r in radii) for t in RADIUS_TURNS},
     }
@@ -138,6 +141,8 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--decay", type=int, default=0, help="steps of decay at the end")
+    parser.add_argument("--judged", type=int, default=4, help="checkpoints, the last so many")
     parser.add_argument("--start", type=int, default=1200, help="step at which the penalty begins")
     parser.add_argument("--workers", type=int, default=2, help="runs at once, one thread each")
     parser.add_argument("--one", nargs=2, metavar=("SETTING", "SEED"), help=argparse.SUPPRESS)
@@ -154,7 +159,9 @@ def main() -> None:
 
     def run(job: tuple[str, int]) -> None:
         words = ["--out", str(options.out), "--steps", str(options.steps)]
-        words += ["--start", str(options.start), "--one", job[0], str(job[1])]
+        words += ["--start", str(options.start), "--decay", str(options.decay)]
+        words += ["--judged", str(options.judged)]
+        words += ["--one", job[0], str(job[1])]
         log = options.out / "log.txt"
         with log.open("a") as file:
             subprocess.run([sys.executable, __file__, *words], stdout=file, stderr=file, check=True)

@@ -1,4 +1,5 @@
-"""The command line: `stars-fast train | eval | export | recipes`, also `python -m stars_fast.cli`.
+"""The command line: `stars-fast train | eval | export | bench | recipes`, also
+`python -m stars_fast.cli`.
 
 Modules load where they are used, so that the help and the list of recipes come at once.
 """
@@ -31,6 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:  # its options are the fields of the configuration
             return _train(words[1:])
+        if words[:1] == ["bench"]:  # each level has options of its own
+            from stars_fast.bench.command import main as bench
+
+            return bench(words[1:])
         args = _parser().parse_args(words)
         return args.command(args)
     except ConfigError as error:
@@ -103,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         help="of the weights (default: that of the run)",
     )
     export.set_defaults(command=_export)
+
+    commands.add_parser("bench", help="what the penalty costs: op, block, step, scaling")
 
     recipes = commands.add_parser("recipes", help="list the recipes")
     recipes.set_defaults(command=_recipes)

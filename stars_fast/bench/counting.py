@@ -42,7 +42,7 @@ class _Counter(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        packet = func.overloadpacket
+        packet = _IN_PLACE.get(func.overloadpacket, func.overloadpacket)
         if packet in _ATTENTION:
             self.flops += _ATTENTION[packet](func, args, kwargs)
         elif packet in flop_registry:
@@ -85,4 +85,8 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.stars_fast.attention: _attention(6, dual=True),
     torch.ops.stars_fast.attention_backward: _attention(15, dual=True),
 }
-_FREE = {_aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach}
+_IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
+_FREE = {
+    _aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach,
+    _aten._unsafe_view,
+}  # fmt: skip

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 Row = dict[str, Any]
+FULL = "out of memory"
 
 COLUMNS: dict[str, tuple[str, str]] = {
     "ms": ("ms", ".2f"),
     "spread": ("spread", ".1%"),
     "ratio": ("ratio", ".2f"),
+    "marginal": ("marginal", ".2f"),
     "floor": ("floor", ".2f"),
     "error": ("error", ".1e"),
     "mib": ("MiB", ".0f"),
@@ -25,27 +29,54 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def table(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> str:
-    """Rows of figures as text; a row that only says why it is missing says it."""
+    """Rows of figures as text. A cell may be words; a row that only says why it is missing says it;
+    a row that is `wrong` is marked."""
     used = [key for key in columns if any(row.get(key) is not None for row in rows.values())]
     lines = [["", *(columns[key][0] for key in used)]]
+    failed: dict[str, str] = {}
     for name, row in rows.items():
         if "failed" in row:
-            lines.append([name, row["failed"]])
+            failed[name] = row["failed"]
+            lines.append([name, *[""] * len(used)])
             continue
-        cells = ["" if row.get(k) is None else format(row[k], columns[k][1]) for k in used]
-        lines.append([name, *cells])
-    whole = [line for line in lines if len(line) == len(used) + 1]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-    widths[0] = max(len(line[0]) for line in lines)
-    return "\n".join(_line(line, widths) for line in lines)
+        cells = [_cell(row.get(key), columns[key][1]) for key in used]
+        lines.append([f"{name} (WRONG)" if row.get("wrong") else name, *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"{line[0]:<{widths[0]}}  {failed[line[0]]}" if line[0] in failed else _line(line, widths)
+        for line in lines
+    )
+
+
+def _cell(value: Any, spec: str) -> str:
+    return "" if value is None else value if isinstance(value, str) else format(value, spec)
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     first, *rest = cells
-    if len(cells) < len(widths):  # a reason, in place of figures
-        return f"{first:<{widths[0]}}  {'; '.join(rest)}"
     shown = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
     return "  ".join([f"{first:<{widths[0]}}", *shown]).rstrip()
+
+
+def show(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> None:
+    """Print the table at once."""
+    print(table(rows, columns), flush=True)
+
+
+def reason(error: BaseException) -> str:
+    """Why a row has no figures, in a line."""
+    if out_of_memory(error):
+        return FULL
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:200]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that memory ran out, on the device or the host."""
+    said = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+        words in said for words in ("can't allocate memory", "cannot allocate memory", "bad_alloc")
+    )
 
 
 def with_rates(row: Row, peaks: Mapping[str, float]) -> Row:

@@ -3,39 +3,78 @@ slows all alike."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
+import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
 
 Run = Callable[[], Any]
+Clock = Callable[[Run], float]
+"""Runs once; seconds."""
 
 
 def interleaved(
-    ways: Mapping[str, Run], repeats: int, device: torch.device | str
+    ways: Mapping[str, Run],
+    repeats: int,
+    device: torch.device | str,
+    clock: Clock | None = None,
 ) -> dict[str, list[float]]:
-    """Wall seconds of each call, `repeats` of each way after one that warms up. The ways take
-    turns, and another begins each round."""
-    wait = waiter(device)
+    """Seconds of each call by `clock` (default: `wall_clock`), `repeats` of each way after one that
+    warms up. The ways take turns, and another begins each round."""
+    clock = clock or wall_clock(device)
     times: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for repeat in range(repeats + 1):
-        start = repeat % len(names)
+        start = repeat % max(len(names), 1)
         for name in names[start:] + names[:start]:
-            wait()
-            begin = time.perf_counter()
-            ways[name]()
-            wait()
+            seconds = clock(ways[name])
             if repeat:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(seconds)
     return times
+
+
+def wall_clock(device: torch.device | str) -> Clock:
+    """Wall seconds from a device at rest to a device at rest: the host's part is in them."""
+    wait = waiter(device)
+
+    def clock(run: Run) -> float:
+        wait()
+        begin = time.perf_counter()
+        run()
+        wait()
+        return time.perf_counter() - begin
+
+    return clock
+
+
+def device_clock(device: torch.device | str) -> Clock:
+    """Seconds on the device's own clock, with a cold cache and without the time that the host takes
+    to launch; on the CPU `wall_clock`."""
+    if torch.device(device).type != "cuda":
+        return wall_clock(device)
+    flush = torch.empty(2**28, dtype=torch.int8, device=device)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def clock(run: Run) -> float:
+        flush.zero_()
+        torch.cuda._sleep(2_000_000)  # about 1 ms in which the host runs ahead
+        start.record()
+        run()
+        stop.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(stop) / 1e3
+
+    return clock
 
 
 def waiter(device: torch.device | str) -> Callable[[], None]:
@@ -66,24 +105,36 @@ def cuda_growth(run: Run) -> float:
 def process_growth(run: Run) -> float:
     """MiB that `run` makes this process grow by at its peak. The first such run of a process tells:
     later ones find memory that was not given back."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+    before = _peak_kib()
     run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return (_peak_kib() - before) / 1024
+
+
+def _peak_kib() -> int:
+    """The peak of this process's resident memory. Linux counts the parent's in ru_maxrss."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
 
 
 def in_its_own_process(function: str, timeout: float | None = None, **arguments: Any) -> Any:
     """What `function` ("module:name") returns for the arguments, all of it as JSON.
 
-    Raises RuntimeError with the last lines of what the process said if it fails.
+    Raises RuntimeError with the last line of what the process said, or its signal, if it fails.
     """
     words = [sys.executable, "-m", "stars_fast.bench.timing", function, json.dumps(arguments)]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{function} took more than {timeout} s") from error
+    if done.returncode < 0:
+        raise RuntimeError(f"killed by {signal.Signals(-done.returncode).name}")
     if done.returncode:
-        said = " ".join(done.stderr.strip().splitlines()[-1:]) or f"code {done.returncode}"
-        raise RuntimeError(f"{function}({arguments}): {said}")
+        raise RuntimeError((done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1])
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -1,0 +1,43 @@
+"""Options of the pytest-benchmark suites.
+
+    pytest benchmarks --benchmark-only [--bench-device cuda] [--bench-dtype bfloat16]
+
+A test asserts that what it times is right, then times it. Sizes are small on the CPU;
+`stars-fast bench` measures figures for the record.
+"""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("stars_fast")
+    group.addoption("--bench-device", choices=("cpu", "cuda"), default="cpu")
+    group.addoption("--bench-dtype", choices=("float32", "bfloat16", "float16"), default=None)
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    name = request.config.getoption("--bench-device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return name
+
+
+@pytest.fixture(scope="session")
+def dtype(request, device):
+    usual = "bfloat16" if device == "cuda" else "float32"
+    return getattr(torch, request.config.getoption("--bench-dtype") or usual)
+
+
+@pytest.fixture
+def timed(benchmark, device):
+    """Time a run, on CUDA until the device is done, with what is known about it beside."""
+
+    def time(run, group, rounds, **extra):
+        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        benchmark.group = group
+        benchmark.extra_info.update(extra)
+        benchmark.pedantic(lambda: (run(), wait()), rounds=rounds, warmup_rounds=2)
+
+    return time

@@ -1,0 +1,115 @@
+"""Has a change made something slower? Ratios of now against the last recorded ones.
+
+    python benchmarks/guard.py --record [--device cuda]    # once a machine, on a commit to keep
+    python benchmarks/guard.py [--margin 0.15]             # afterwards
+
+What is compared is what each of our ways costs over a plain pass, and each of our methods over SFT,
+measured in one run: ratios travel between runs of a machine where times do not. A ratio fails where
+it is more than `--margin` above the recorded one; noisy machines need more rounds (`--repeats`) or
+a wider margin. Records are kept by the class of the machine, processor or GPU and threads, in
+results/ratios. Exits with 1 where a ratio fails, with 2 where this class has no record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stars_fast.bench import machine, op
+from stars_fast.bench.block import rows_of
+from stars_fast.bench.blocks import SHAPES, build
+from stars_fast.bench.report import write
+from stars_fast.bench.step import measure
+from stars_fast.bench.ways import OURS
+
+RECORDS = Path(__file__).parent / "results" / "ratios"
+BLOCKS = {"cpu": ("study", "addition"), "cuda": ("ouro", "ouro-8k")}
+STEPS = {"cpu": ("tiny", "float32"), "cuda": ("ouro", "mixed")}
+CASES = ("sft", "jsrr", "jsrr-last", "jsrr-last-quarter-micro", "stars")
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+OPS = ("rms_norm", "swiglu", "attention")
+
+
+def ratios(device: str, repeats: int, small: bool) -> dict[str, float]:
+    """Every ratio that is guarded, by its place."""
+    found: dict[str, float] = {}
+    dtype = DTYPE[device]
+    peaks = machine.peaks(device, dtype)
+    backend = "cpp" if device == "cpu" else "triton"
+    for timed, checked in op.cases(device, small):
+        if timed.name.partition("-")[0] in OPS:
+            rows = op.rows_of(timed, checked, [backend], dtype, device, repeats, peaks)
+            for way in op.DIRECTIONS:
+                if f"{way}_ratio" in rows.get(backend, {}):
+                    found[f"op/{timed.name}/{way}"] = rows[backend][f"{way}_ratio"]
+    for name in BLOCKS[device]:
+        shape = SHAPES[name].small() if small else SHAPES[name]
+        block, h, u = build(shape, device, dtype)
+        for way, row in rows_of(("plain", *OURS), shape, block, h, u, repeats).items():
+            if way in OURS:
+                found[f"block/{name}/{way}"] = row["ratio"]
+    shape_name, precision = ("tiny", "float32") if small else STEPS[device]
+    steps = measure(shape_name, device, precision, 64 if small else None, repeats, names=CASES)
+    for name, row in steps["methods"].items():
+        if name != "sft":
+            found[f"step/{shape_name}/{name}"] = row["over_own"]
+    return found
+
+
+def slower(
+    now: dict[str, float], before: dict[str, float], margin: float
+) -> dict[str, tuple[float, float]]:
+    """The ratios that fail, with those of before; one that is gone fails as well."""
+    return {
+        name: (now.get(name, float("inf")), old)
+        for name, old in before.items()
+        if not now.get(name, float("inf")) <= old * (1 + margin)
+    }
+
+
+def machine_class(what: dict[str, Any]) -> str:
+    """A file name for machines whose ratios are alike."""
+    words = f"{what['device']} {what['threads']} threads"
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--margin", type=float, default=0.15)
+    parser.add_argument("--record", action="store_true", help="keep these as the last ratios")
+    parser.add_argument("--records", type=Path, default=RECORDS, help=argparse.SUPPRESS)
+    parser.add_argument("--small", action="store_true", help="tiny sizes: prove the script")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    what = machine.describe(options.device)
+    ending = "-small" * options.small
+    path = options.records / f"{machine_class(what)}{ending}.json"
+    if not options.record and not path.exists():
+        print(f"no record for this machine: {path}; make one with --record")
+        return 2
+    now = ratios(options.device, options.repeats, options.small)
+    if options.record:
+        write(path, {"machine": what, "repeats": options.repeats, "ratios": now})
+        print(f"written: {path}")
+        return 0
+    kept = json.loads(path.read_text())
+    print(f"against {kept['machine']['commit']} of {kept['machine']['date']}")
+    for name, ratio in now.items():
+        print(f"{name:50} {kept['ratios'].get(name, float('nan')):7.3f} -> {ratio:7.3f}")
+    failed = slower(now, kept["ratios"], options.margin)
+    for name, (new, old) in failed.items():
+        print(f"FAILED {name}: {new:.3f} is more than {options.margin:.0%} above {old:.3f}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

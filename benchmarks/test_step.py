@@ -1,0 +1,49 @@
+"""Times of whole training steps of a tiny Ouro by method, the published way and ours.
+
+pytest benchmarks/test_step.py --benchmark-only
+"""
+
+import pytest
+import torch
+
+from stars_fast.bench.agreement import check
+from stars_fast.bench.step import PRECISION
+from stars_fast.bench.step_cases import CASES
+from stars_fast.bench.step_runs import Bench, Steps
+from stars_fast.bench.timing import waiter
+
+ROUNDS = 5
+
+
+@pytest.fixture(scope="module")
+def bench(request):
+    """What the cases share, once the published way has been seen to compute what ours does."""
+    device = request.config.getoption("--bench-device", default="cpu")
+    dtype = request.config.getoption("--bench-dtype", default=None)
+    precision = dtype or PRECISION[device]
+    shared = Bench("tiny", device, precision, tokens=None, repeats=ROUNDS, layers=None)
+    check(shared.fields, torch.device(device), precision)
+    return shared
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step(benchmark, bench, name):
+    case = CASES[name]
+    steps = Steps(bench, case)
+    steps.prepare()
+    assert steps.failed is None, steps.failed
+    wait = waiter(bench.device)
+
+    def step():
+        steps()
+        wait()
+
+    benchmark.group = "step"
+    benchmark.extra_info.update(
+        device=str(bench.device),
+        precision=bench.precision,
+        tokens=bench.real_tokens(1),
+        gflop=bench.flops(case, 1, bench.turns(case, 1), recomputed=True) / 1e9,
+        paper=case.paper,
+    )
+    benchmark.pedantic(step, rounds=ROUNDS, warmup_rounds=1)

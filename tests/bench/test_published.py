@@ -1,0 +1,138 @@
+"""The published way of a training step computes what ours does; the gate sees where it doesn't."""
+
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+
+from stars_fast import fused_jsrr
+from stars_fast.bench import published
+from stars_fast.bench.agreement import DisagreementError, check
+from stars_fast.bench.published import MicroBatch, Published
+from stars_fast.bench.workload import SHAPES, one_by_one, packed_batches, random_model
+from stars_fast.data import IGNORE
+from stars_fast.training.ouro import OuroLoop
+from stars_fast.training.samples import Samples
+
+CPU = torch.device("cpu")
+FIELDS = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+
+
+@pytest.fixture
+def model():
+    return random_model(FIELDS, CPU, "float32")
+
+
+def micro_batch(length=9, turns=2, skipped=3):
+    tokens = torch.randint(3, 40, (1, length))
+    targets = torch.randint(3, 40, (1, length))
+    targets[:, :skipped] = IGNORE
+    return MicroBatch(tokens, targets, turns)
+
+
+def gradient(model, loss):
+    weights = [p for p in model.parameters() if p.requires_grad]
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, weights)])
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
+def test_it_computes_what_ours_does(precision):
+    assert set(check(SHAPES["tiny"].model, CPU, precision)) == {
+        "token loss",
+        "its gradient",
+        "penalty",
+    }
+
+
+def wrong_norm(x, norm):
+    return norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))
+
+
+def wrong_penalty(self, h, v=None):
+    return 1.001 * right_penalty(self, h, v)
+
+
+right_penalty = Published.penalty
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "wrong", "message"),
+    [
+        (published, "rms_norm", wrong_norm, "token loss by"),
+        (published, "rotated", lambda x, cos, sin: x, "token loss by|its gradient by"),
+        (Published, "penalty", wrong_penalty, "penalty by"),
+    ],
+    ids=["norm", "rotary", "penalty"],
+)
+def test_the_gate_sees_what_is_wrong(monkeypatch, target, name, wrong, message):
+    monkeypatch.setattr(target, name, wrong)
+    with pytest.raises(DisagreementError, match=message):
+        check(SHAPES["tiny"].model, CPU, "float32")
+
+
+def test_checkpoints_change_no_gradient(model):
+    batch = micro_batch()
+    gradients = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        gradients.append(gradient(model, Published(model, checkpointed).loss(batch, 0.1)))
+    torch.testing.assert_close(*gradients)
+
+
+def test_over_all_directions_its_penalty_is_ours(model):
+    model = copy.deepcopy(model).double()
+    h = torch.randn(1, 3, 16, dtype=torch.float64)
+    turn = OuroLoop(model).turn(h, Samples(1))
+    rows = columns = 0.0
+    for direction in torch.eye(h.numel(), dtype=torch.float64):
+        v = direction.view_as(h)
+        rows += Published(model).penalty(h, v).item()
+        columns += fused_jsrr(turn, h, v=v).item()
+    assert rows == pytest.approx(columns, rel=1e-12)
+
+
+def test_pads_change_nothing(model):
+    way = Published(model)
+    long, short = micro_batch(9), micro_batch(6)
+    pad = torch.zeros(1, 3, dtype=torch.int64)
+    tokens = torch.cat([long.tokens, torch.cat([short.tokens, pad], 1)])
+    targets = torch.cat([long.targets, torch.cat([short.targets, pad + IGNORE], 1)])
+    found = way.token_loss(way.states(tokens, 2), targets, "sum")
+    alone = [way.token_loss(way.states(b.tokens, 2), b.targets, "sum") for b in (long, short)]
+    torch.testing.assert_close(found, sum(alone))
+
+
+def test_a_step_averages_over_documents_and_moves_the_weights(model):
+    way = Published(model)
+    batches = [micro_batch(9), micro_batch(5)]
+    losses = [way.loss(batch, 0.0) for batch in batches]
+    expected = gradient(model, sum(losses) / 2)
+    before = model.lm_head.weight.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loss = published.train_step(way, optimizer, batches, 0.0, 1e9, "float32")
+    torch.testing.assert_close(loss, (sum(losses) / 2).detach())
+    found = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
+    torch.testing.assert_close(torch.cat(found), expected)
+    assert not torch.equal(model.lm_head.weight, before)
+
+
+def test_documents_one_by_one_are_those_of_the_rows():
+    window = packed_batches(64, 40, CPU).window(0)
+    found = one_by_one(window, [1, 2, 3, 4])
+    assert torch.equal(
+        torch.cat([each.tokens for each in found], 1), torch.cat([b.tokens for b in window], 1)
+    )
+    lengths = [b - a for batch in window for a, b in pairwise(batch.samples.cu_seqlens.tolist())]
+    assert [each.tokens.shape[1] for each in found] == lengths
+    assert [each.turns for each in found] == [
+        depth for depth, batch in enumerate(window, 1) for _ in range(batch.samples.count)
+    ]
+    labels = torch.cat([each.targets[each.targets != IGNORE] for each in found])
+    assert torch.equal(labels, torch.cat([batch.labels for batch in window]))
