@@ -181,3 +181,10 @@ def test_memory_says_where_a_way_runs_out():
 def test_sizes_are_checked():
     with pytest.raises(ValueError, match=r"width: expected a multiple .* \(8\), got 40"):
         Shape(width=40, heads=8)
+
+
+def test_a_peer_that_is_not_here_says_why(monkeypatch):
+    monkeypatch.setattr(ways, "find_spec", lambda name: None)
+    assert ways.missing("jvp_flash_attention", "cpu") == "needs CUDA"
+    assert ways.missing("jvp_flash_attention", "cuda") == "not installed"
+    assert ways.missing("func_jvp", "cuda") is None
