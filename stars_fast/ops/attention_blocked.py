@@ -7,7 +7,7 @@ skipped. Formulas: `attention.py`. 6 products a block forward, 15 backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,10 @@ from stars_fast.ops.spans import causal_spans, full_spans
 # Queries of a block, and elements of one [rows, keys] tile: a few tiles fit a core's cache.
 _QUERIES = 128
 _TILE = 2**19
+
+
+_Block = tuple[int, int, int]
+"""First query of a block; first key that one of its queries sees, and the one after the last."""
 
 
 @plain("attention_weights")
@@ -56,7 +60,8 @@ class _Tile:
 
 
 class _Tiling:
-    """The tiles of one call, and scratch memory for them."""
+    """The tiles of one call, and scratch memory for them. `blocks` are those of the forward pass,
+    if they are known."""
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class _Tiling:
         mask: Tensor | None,
         causal: bool,
         device: torch.device,
+        blocks: list[_Block] | None = None,
     ) -> None:
         _, self.batch, heads, self.length, _ = q_shape
         _, _, self.kv_heads, self.keys, _ = k_shape
@@ -78,7 +84,7 @@ class _Tiling:
             self.blocks = [(i, 0, stop) for i, stop in zip(starts, stops, strict=True)]
         else:
             self.spans = spans if len(spans) == 1 else spans.repeat_interleave(self.kv_heads, 0)
-            self.blocks = [(i, *_hull(spans[:, i : i + _QUERIES])) for i in starts]
+            self.blocks = _blocks(spans, starts, self.keys) if blocks is None else blocks
         self.mask = None if mask is None else self._expand(mask)
         self.buffers: dict[int, Tensor] = {}
 
@@ -148,13 +154,13 @@ class _Tiling:
         return s.view(len(tile.spans), -1, rows, s.shape[-1])
 
 
-def _hull(spans: Tensor) -> tuple[int, int]:
-    """First key that one of the queries sees, and the one after the last."""
-    start, stop = spans[..., 0], spans[..., 1]
+def _blocks(spans: Tensor, starts: Iterable[int], keys: int) -> list[_Block]:
+    """The blocks of queries that begin at `starts`."""
+    start, stop = spans.unbind(-1)
     seen = start < stop
-    if not seen.any():
-        return 0, 0
-    return int(start[seen].amin()), int(stop[seen].amax())
+    first = torch.where(seen, start, keys).amin(0).tolist()
+    last = torch.where(seen, stop, 0).amax(0).tolist()
+    return [(i, min(first[i : i + _QUERIES]), max(last[i : i + _QUERIES])) for i in starts]
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -176,6 +182,7 @@ class BlockedAttention(torch.autograd.Function):
         # Not q, k, v: those may be views of a projection that would live on for them alone.
         ctx.save_for_backward(qs, ks, vs, spans, mask)
         ctx.options = q.shape, k.shape, v.shape, q.dtype, causal, scale
+        ctx.blocks = tiling.blocks
         out = vs.new_zeros((*qs.shape[:-1], vs.shape[-1]))
         with no_autocast(q):
             for tile in tiling.tiles():
@@ -191,7 +198,7 @@ class BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qs, ks, vs, spans, mask = ctx.saved_tensors
         q_shape, k_shape, v_shape, dtype, causal, scale = ctx.options
-        tiling = _Tiling(q_shape, k_shape, spans, mask, causal, qs.device)
+        tiling = _Tiling(q_shape, k_shape, spans, mask, causal, qs.device, ctx.blocks)
         g = _grouped(widen(grad), k_shape[2]).contiguous()
         dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
         backward = implementation("attention_weights_backward", qs)
