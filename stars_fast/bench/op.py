@@ -25,7 +25,7 @@ from stars_fast.bench.cases import (
     row_cases,
 )
 from stars_fast.bench.report import Row, reason, show, write
-from stars_fast.bench.timing import Run, device_clock, interleaved, summary
+from stars_fast.bench.timing import Run, device_clock, interleaved, ratio, summary
 from stars_fast.training.tree import ConfigError
 
 REPEATS = 30
@@ -171,11 +171,10 @@ def rows_of(
             rows[name] = found[0]
             runs |= {f"{name} {way}": run for way, run in found[1].items()}
     times = interleaved(runs, repeats, device, device_clock(device))
-    found_times = {name: summary(seconds) for name, seconds in times.items()}
     for name, row in rows.items():
         if "failed" not in row:
             for way in DIRECTIONS:
-                row |= _figures(timed, name, way, found_times, dtype, peaks, name in names)
+                row |= _figures(timed, name, way, times, dtype, peaks, name in names)
     return rows
 
 
@@ -183,16 +182,17 @@ def _figures(
     case: Case,
     name: str,
     way: str,
-    times: Mapping[str, Mapping[str, float]],
+    times: Mapping[str, list[float]],
     dtype: torch.dtype,
     peaks: Mapping[str, float],
     dual: bool,
 ) -> Row:
     """Time, ratio to plain, and the share of what the machine can do, of one direction."""
-    mine, unit = times[f"{name} {way}"], times.get(f"plain {way}")
+    seconds, unit = times[f"{name} {way}"], times.get(f"plain {way}")
+    mine = summary(seconds)
     row = {"us": round(1e3 * mine["ms"], 2), "spread": mine["spread"]}
     if unit is not None:
-        row["ratio"] = round(mine["ms"] / unit["ms"], 3)
+        row["ratio"] = round(ratio(seconds, unit), 3)
     if "attention" in case.name:
         work = attention_flops(case, way) * (3 if dual else 1)
         share, unit_name, peak = "of_gemm", "gflop", peaks["gemm_flops"]

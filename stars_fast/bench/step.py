@@ -9,7 +9,7 @@ same depths and the same model. Ours is the trainer's own step, on packed rows; 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from stars_fast.bench.machine import describe
 from stars_fast.bench.report import FULL, Row, show, write
 from stars_fast.bench.step_cases import CASES
 from stars_fast.bench.step_runs import Bench, Steps
-from stars_fast.bench.timing import in_its_own_process, interleaved, process_growth
+from stars_fast.bench.timing import in_its_own_process, interleaved, process_growth, ratio
 from stars_fast.bench.workload import MICROS, SHAPES
 from stars_fast.training.metrics import peak_flops
 from stars_fast.training.precision import PRECISIONS
@@ -62,8 +62,9 @@ def measure(
         seconds, spread: of a step, the median and the distance of the quartiles over it
         turns: mean of those that were run
         seconds_at_mean: each time multiplied by the arithmetic of its step at the mean of the depth
-            law over that at the depths that were run; the median. Ratios are of these
-        over_published, over_own: the time over that of published-sft and of sft
+            law over that at the depths that were run; the median
+        over_published, over_own: these times over those of published-sft and of sft in the same
+            round, on the same documents; the median
         floor_published, floor_own: the same of the arithmetic, by `floors.py`, on the documents,
             depths and supervised tokens that were run; what ours recomputes to save memory is left
             out, what the published way does is not
@@ -107,7 +108,7 @@ def measure(
                 ),
                 1,
             )
-    _add_ratios(rows)
+    _add_ratios(rows, runs)
     return {
         "shape": shape,
         "layers": bench.sizes.layers,
@@ -121,15 +122,14 @@ def measure(
     }
 
 
-def _add_ratios(rows: dict[str, Row]) -> None:
-    for name, key in (("published-sft", "published"), ("sft", "own")):
-        unit = rows.get(name, {})
-        if "seconds_at_mean" not in unit:
+def _add_ratios(rows: dict[str, Row], runs: Mapping[str, Steps]) -> None:
+    for unit, key in (("published-sft", "published"), ("sft", "own")):
+        if "failed" in rows.get(unit, {"failed": "not asked for"}):
             continue
-        for row in rows.values():
+        for name, row in rows.items():
             if "failed" not in row:
-                row[f"over_{key}"] = round(row["seconds_at_mean"] / unit["seconds_at_mean"], 4)
-                row[f"floor_{key}"] = round(row["gflop"] / unit["gflop"], 4)
+                row[f"over_{key}"] = round(ratio(runs[name].at_mean, runs[unit].at_mean), 4)
+                row[f"floor_{key}"] = round(row["gflop"] / rows[unit]["gflop"], 4)
 
 
 def growth(

@@ -139,7 +139,8 @@ def _penalised(case: Case, batch: MicroBatch, config: RunConfig, step: int) -> s
 
 
 class Steps:
-    """The steps of one case; a call is the next one. `failed` says why there are no more."""
+    """The steps of one case; a call is the next one. `failed` says why there are no more; `at_mean`
+    are the seconds of each at the mean of the depth law, once `row` was asked for."""
 
     def __init__(self, bench: Bench, case: Case) -> None:
         self.bench = bench
@@ -147,6 +148,7 @@ class Steps:
         self.next = 0
         self.failed: str | None = None
         self.mib: float | None = None
+        self.at_mean: list[float] = []
         self.notes: list[str] = []
         self.config = bench.config(case)
         self.world = World(0, 1, bench.device)
@@ -213,7 +215,7 @@ class Steps:
         ran = [bench.flops(case, s, bench.turns(case, s), recomputed=True) for s in steps]
         mean = [bench.mean_turns(case)] * MICROS
         even = [bench.flops(case, s, mean, recomputed=True) for s in steps]
-        at_mean = [t * e / r for t, e, r in zip(seconds, even, ran, strict=True)]
+        self.at_mean = [t * e / r for t, e, r in zip(seconds, even, ran, strict=True)]
         turns = [turn for s in steps for turn in bench.turns(case, s)]
         rates = [bench.real_tokens(s) / t for s, t in zip(steps, seconds, strict=True)]
         found = summary(seconds)
@@ -221,7 +223,7 @@ class Steps:
             "seconds": round(found["ms"] / 1e3, 6),
             "spread": found["spread"],
             "turns": round(statistics.fmean(turns), 3),
-            "seconds_at_mean": round(statistics.median(at_mean), 6),
+            "seconds_at_mean": round(statistics.median(self.at_mean), 6),
             "tokens_per_second": round(statistics.median(rates)),
             "gflop": round(sum(even) / len(even) / 1e9, 6),
         }

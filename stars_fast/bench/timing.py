@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,12 @@ def summary(seconds: list[float]) -> dict[str, float]:
         low, _, high = statistics.quantiles(seconds, n=4, method="inclusive")
         spread = (high - low) / median
     return {"ms": round(1e3 * median, 4), "spread": round(spread, 3)}
+
+
+def ratio(seconds: Sequence[float], unit: Sequence[float]) -> float:
+    """What one way takes over another, timed in turns: the median over the rounds, each of which
+    compares neighbours in time."""
+    return statistics.median(s / u for s, u in zip(seconds, unit, strict=True))
 
 
 def cuda_growth(run: Run) -> float:

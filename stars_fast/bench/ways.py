@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stars_fast import fused_jsrr
 from stars_fast.bench.blocks import attending, unit_rms
 from stars_fast.bench.report import Row
-from stars_fast.bench.timing import interleaved, summary
+from stars_fast.bench.timing import interleaved, ratio, summary
 
 Way = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -242,11 +242,10 @@ def measure(
 def figures(times: Mapping[str, list[float]], errors: Mapping[str, float | None]) -> dict[str, Row]:
     """Median, spread and ratio to `plain` of each way, its error, and of `last` what it adds."""
     rows: dict[str, Row] = {}
-    unit = summary(times["plain"])["ms"]
     for name, seconds in times.items():
         row: Row = summary(seconds)
-        row["ratio"] = round(row["ms"] / unit, 3)
+        row["ratio"] = round(ratio(seconds, times["plain"]), 3)
         if name == "last":
-            row["marginal"] = round(row["ms"] / unit - 1, 3)
+            row["marginal"] = round(row["ratio"] - 1, 3)
         rows[name] = row | {"error": errors.get(name)}
     return rows
