@@ -37,7 +37,9 @@ from stars_fast.training.checkpoint import load_weights
 from stars_fast.training.config import load_config, task_of
 from stars_fast.training.distributed import World
 from stars_fast.training.jacobian import penalty_at_last, penalty_at_next
+from stars_fast.training.penalty import PenaltyConfig
 from stars_fast.training.run_folder import RunFolder
+from stars_fast.training.samples import drawn_part
 from stars_fast.training.step import StepLoss
 from stars_fast.training.turns import KEEP_ALL, run_turns
 
@@ -87,7 +89,7 @@ class Trained:
     def penalty(self, draw: int, fraction: float, probes: int, kind: str) -> Tensor:
         """The gradient of the penalty by the trainer's own estimate, the mean of some probes."""
         at = "last" if kind == "last" else "next"
-        changed = replace(self.config.penalty, fraction=fraction, at=at, detach=kind == "exact")
+        changed = PenaltyConfig(fraction=fraction, at=at, detach=kind == "exact")
         config = replace(self.config, penalty=changed)
         turn, states = self.states(self.batch, self.turns - (at == "last"))
         losses = []
@@ -147,12 +149,12 @@ def study(run: str, turns: int, draws: int) -> dict[str, Any]:
         kind: torch.stack([trained.penalty(1000 + k, 1.0, 4, kind) for k in range(16)]).mean(0)
         for kind in KINDS
     }
-    rows = {}
+    rows, samples = {}, trained.batch.samples.count
     for name, fraction, probes, kind in settings():
         found = [trained.penalty(k, fraction, probes, kind) for k in range(draws)]
         noise = variance(found)
         rows[name] = {
-            "cost": fraction * probes,
+            "cost": probes * drawn_part(fraction, samples),
             "cosine": statistics.fmean(cosine(g, expected[kind]) for g in found),
             "variance": noise / float(expected[kind].square().sum()),
             "of_step": weight**2 * noise / ((1 - weight) ** 2 * token),

@@ -24,7 +24,7 @@ import torch
 from stars_fast.bench import machine, op
 from stars_fast.bench.block import rows_of
 from stars_fast.bench.blocks import SHAPES, build
-from stars_fast.bench.report import write
+from stars_fast.bench.report import Row, write
 from stars_fast.bench.step import measure
 from stars_fast.bench.ways import OURS
 
@@ -45,21 +45,30 @@ def ratios(device: str, repeats: int, small: bool) -> dict[str, float]:
     for timed, checked in op.cases(device, small):
         if timed.name.partition("-")[0] in OPS:
             rows = op.rows_of(timed, checked, [backend], dtype, device, repeats, peaks)
+            if backend not in rows:
+                continue
             for way in op.DIRECTIONS:
-                if f"{way}_ratio" in rows.get(backend, {}):
-                    found[f"op/{timed.name}/{way}"] = rows[backend][f"{way}_ratio"]
+                row = good(f"{timed.name} {backend}", rows[backend])
+                found[f"op/{timed.name}/{way}"] = row[f"{way}_ratio"]
     for name in BLOCKS[device]:
         shape = SHAPES[name].small() if small else SHAPES[name]
         block, h, u = build(shape, device, dtype)
         for way, row in rows_of(("plain", *OURS), shape, block, h, u, repeats).items():
             if way in OURS:
-                found[f"block/{name}/{way}"] = row["ratio"]
+                found[f"block/{name}/{way}"] = good(f"{name} {way}", row)["ratio"]
     shape_name, precision = ("tiny", "float32") if small else STEPS[device]
     steps = measure(shape_name, device, precision, 64 if small else None, repeats, names=CASES)
     for name, row in steps["methods"].items():
         if name != "sft":
-            found[f"step/{shape_name}/{name}"] = row["over_own"]
+            found[f"step/{shape_name}/{name}"] = good(name, row)["over_own"]
     return found
+
+
+def good(what: str, row: Row) -> Row:
+    """The row, which has figures of something that is right; else the end."""
+    if "failed" in row or row.get("wrong"):
+        sys.exit(f"{what}: {row.get('failed', 'wrong')}; ratios are of what is right")
+    return row
 
 
 def slower(

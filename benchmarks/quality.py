@@ -39,6 +39,7 @@ BASE = "--depth.mu 1.5 --depth.sigma 0.5 --depth.high 20 --decay_steps 0 --train
 ATTACHED = "--penalty.detach false"
 LAST = f"--penalty.at last {ATTACHED}"
 QUARTER = "--penalty.fraction 0.25"
+FOUR = "--train.accumulation 4"
 STEP = "--penalty.direction step"
 SETTINGS = {
     "no penalty": "--penalty.weight 0",
@@ -48,13 +49,16 @@ SETTINGS = {
     "quarter, attached": f"{QUARTER} {ATTACHED}",
     "last": LAST,
     "last, quarter": f"{LAST} {QUARTER}",
+    "exact, in four": FOUR,
+    "last, micro-batch": f"{FOUR} {LAST} {QUARTER} --penalty.draw micro-batches",
     "exact, 0.03": "--penalty.weight 0.03",
     "step, 0.1": STEP,
     "step, 0.03": f"{STEP} --penalty.weight 0.03",
     "step, 0.01": f"{STEP} --penalty.weight 0.01",
     "last, step, 0.03": f"{LAST} {STEP} --penalty.weight 0.03",
 }
-"""Options of the trainer; lambda is 0.1 unless it is said."""
+"""Options of the trainer; lambda is 0.1 unless it is said. "in four" has four micro-batches a step,
+each with a depth of its own, and "micro-batch" the penalty on one of them."""
 
 
 def trunk(out: Path, seed: int, start: int) -> Path:

@@ -11,6 +11,7 @@ from stars_fast.bench.step import PRECISION
 from stars_fast.bench.step_cases import CASES
 from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.timing import waiter
+from stars_fast.training.precision import PRECISIONS
 
 ROUNDS = 5
 
@@ -19,11 +20,19 @@ ROUNDS = 5
 def bench(request):
     """What the cases share, once the published way has been seen to compute what ours does."""
     device = request.config.getoption("--bench-device", default="cpu")
-    dtype = request.config.getoption("--bench-dtype", default=None)
-    precision = dtype or PRECISION[device]
+    precision = precision_of(device, request.config.getoption("--bench-dtype", default=None))
     shared = Bench("tiny", device, precision, tokens=None, repeats=ROUNDS, layers=None)
     check(shared.fields, torch.device(device), precision)
     return shared
+
+
+def precision_of(device, dtype):
+    """The trainer's precision of that name; without one the usual of the device."""
+    if dtype not in (None, *PRECISIONS):
+        raise pytest.UsageError(
+            f"--bench-dtype: expected float32 or bfloat16 for whole steps, got {dtype}"
+        )
+    return dtype or PRECISION[device]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,6 +21,7 @@ examples:
   stars-fast train ouro-tiny
   torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
   stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
+  stars-fast bench block
 """
 
 

@@ -96,6 +96,7 @@ def test_readme_has_no_gaps():
 
 
 def test_readme_commands_are_understood():
+    from stars_fast.bench.command import options_of
     from stars_fast.cli import _EXAMPLES
     from stars_fast.training.config import load_config
     from stars_fast.training.recipes import recipe_names
@@ -105,8 +106,10 @@ def test_readme_commands_are_understood():
     shown = re.findall(r"(?:stars-fast|stars_fast\.cli) (\w+) ?([^#\n]*)", text)
     assert len(shown) > 8
     for command, rest in shown:
-        assert command in ("train", "eval", "export", "recipes")
+        assert command in ("train", "eval", "export", "bench", "recipes")
         words = [word for word in shlex.split(rest) if word != "--resume"]
+        if command == "bench":
+            options_of(words)
         if command == "train" and not words[0].startswith("runs/"):
             assert words[0] in recipe_names()
             load_config(words[0], words[1:])

@@ -1,14 +1,15 @@
 """`stars-fast bench block`: forward + backward of a block, plain and every way to its penalty.
 
-Each way's gradient is compared with fp64 first (at most 256 tokens of each sample); then all take
-turns. Memory is that of a pass beyond weights and gradients, on the CPU in a process of its own.
+Each way's gradient is compared with fp64 first (on at most two layers, two samples and 256 tokens);
+then all take turns. Memory is that of a pass beyond weights and gradients, on the CPU in a process
+of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,8 @@ from stars_fast.training.tree import ConfigError
 
 REPEATS = 10
 MEMORY_WAYS = ("plain", "dual", "double_backward", "func_jvp", "autograd_jvp")
+_PATIENCE = 180.0
+"""Seconds that a compiled way gets to compile and run."""
 _SIZES = ("width", "heads", "d_ff", "layers", "batch", "length", "kind")
 
 
@@ -126,7 +129,7 @@ def run(options: argparse.Namespace) -> int:
         result["rows"][label] = rows
         result["gate"][label] = {
             "against": "fp64 gradient of all weights, for the same weights and inputs",
-            "length": min(shape.length, 256),
+            "shape": asdict(shape.checked()),
         }
         write(options.json, result)
     bad = [
@@ -153,28 +156,30 @@ def rows_of(
     names: Sequence[str], shape: Shape, block: nn.Module, h: Tensor, u: Tensor, repeats: int
 ) -> dict[str, Row]:
     """Time and error of each way, in the order of `names`; `plain` is always there, the others'
-    unit. A way that does not run has a row that says why."""
+    unit. A way that does not run has a row that says why.
+
+    Errors are those of `shape.checked()`: few layers and tokens, so that the fp64 of the check
+    takes no memory from what is timed, and a tolerance holds whatever the depth.
+    """
     names = ["plain", *(name for name in names if name != "plain")]
     losses: dict[str, Loss] = {}
     errors: dict[str, float | None] = {}
     failed: dict[str, Row] = {}
-    exact = Exact(block, h, u)
+    checked = _errors(names, shape, h.device, h.dtype)
     for name in names:
-        why = missing(name, h.device) or _trial(name, shape, h.device, h.dtype)
-        if why is None:
-            try:
-                errors[name] = exact.error(name, bind(name, block))
-                loss = bind(name, block)
-                both(loss, block, h, u)  # at its own size: it may not fit
-            except Exception as error:  # one that does not run takes no other with it
-                why = reason(error)
-                block.zero_grad(set_to_none=True)
-            else:
-                losses[name] = loss
-        if why is not None:
-            failed[name] = {"failed": why}
+        found = checked[name]
+        if isinstance(found, str):
+            failed[name] = {"failed": found}
+            continue
+        loss = bind(name, block)
+        try:
+            both(loss, block, h, u)  # at its own size: it may not fit
+        except Exception as error:  # one that does not run takes no other with it
+            failed[name] = {"failed": reason(error)}
+            block.zero_grad(set_to_none=True)
             growth.release(h.device)
-    del exact
+        else:
+            losses[name], errors[name] = loss, found
     if "plain" in failed:
         return {name: failed.get(name, {"failed": "plain failed"}) for name in names}
     runs = {name: partial(both, loss, block, h, u) for name, loss in losses.items()}
@@ -184,6 +189,28 @@ def rows_of(
             row["wrong"] = True
     block.zero_grad(set_to_none=True)
     return {name: failed.get(name) or rows[name] for name in names}
+
+
+def _errors(
+    names: Sequence[str], shape: Shape, device: torch.device, dtype: torch.dtype
+) -> dict[str, float | str]:
+    """The error of each way's gradient, or why it has none."""
+    checked = shape.checked()
+    block, h, u = build(checked, device, dtype)
+    exact = Exact(block, h, u)
+    found: dict[str, float | str] = {}
+    for name in names:
+        why = missing(name, device) or _trial(name, checked, device, dtype)
+        if why is None:
+            try:
+                found[name] = exact.error(name, bind(name, block))
+                continue
+            except Exception as error:
+                why = reason(error)
+        found[name] = why
+    del exact, block
+    growth.release(device)
+    return found
 
 
 def compiles(way: str, shape: dict[str, Any], device: str, dtype: str) -> None:
@@ -196,12 +223,10 @@ def _trial(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) ->
     """Why a compiled way does not run, None if it does or is not compiled."""
     if not name.endswith(COMPILED):
         return None
-    few = replace(shape, length=min(shape.length, 256))  # as large as the check against fp64
-    arguments: dict[str, Any] = {"way": name, "shape": asdict(few), "device": device.type}
+    arguments: dict[str, Any] = {"way": name, "shape": asdict(shape), "device": device.type}
+    arguments["dtype"] = str(dtype).removeprefix("torch.")
     try:
-        in_its_own_process(
-            f"{__name__}:compiles", **arguments, dtype=str(dtype).removeprefix("torch.")
-        )
+        in_its_own_process(f"{__name__}:compiles", _PATIENCE, **arguments)
     except RuntimeError as error:
         return str(error)[:200]
     return None

@@ -23,6 +23,13 @@ def main(words: Sequence[str]) -> int:
 
     Raises SystemExit or ConfigError for a mistake in the options.
     """
+    options = options_of(words)
+    prepare(options)
+    return import_module(f"stars_fast.bench.{options.level}").run(options)
+
+
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """The options as they are given. Raises SystemExit for a mistake, or for --help."""
     parser = argparse.ArgumentParser(
         "stars-fast bench", description="What the Jacobian penalty costs, against other ways."
     )
@@ -35,9 +42,7 @@ def main(words: Sequence[str]) -> int:
         if words and words[0] == name:  # the others need not load
             add_common(level, dtype=name in WITH_DTYPE)
             import_module(f"stars_fast.bench.{name}").add_options(level)
-    options = parser.parse_args(words)
-    prepare(options)
-    return import_module(f"stars_fast.bench.{options.level}").run(options)
+    return parser.parse_args(words)
 
 
 def add_common(parser: argparse.ArgumentParser, dtype: bool) -> None:

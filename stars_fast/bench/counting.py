@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from stars_fast import ops  # noqa: F401  (defines torch.ops.stars_fast)
+
 
 class Count(NamedTuple):
     """FLOPs and bytes of a pass."""

@@ -71,7 +71,8 @@ def peaks(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
     cuda = torch.device(device).type == "cuda"
     size = 8192 if cuda else (1024 if dtype == torch.float32 else 256)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    source = torch.empty(2**30 if cuda else 2**27, dtype=torch.uint8, device=device)
+    # Written once: memory that never was is a single page.
+    source = torch.ones(2**30 if cuda else 2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     ways = {"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)}
     times = interleaved(ways, 10, device)

@@ -30,16 +30,20 @@ from stars_fast.training.tree import ConfigError
 
 REPEATS = 30
 OPS = ("rms_norm", "layer_norm", "sandwich", "swiglu", "gelu", "softmax", "rotary", "attention")
+FLEX = "FlexAttention"
+"""A plain flash attention in the language of ours, Triton."""
 DIRECTIONS = ("forward", "backward")
 COLUMNS = {
     "forward_us": ("fwd, us", ".1f"),
     "forward_spread": ("spread", ".1%"),
     "forward_ratio": ("ratio", ".2f"),
+    "forward_over_flex": ("over flex", ".2f"),
     "forward_of_copy": ("of copy", ".0%"),
     "forward_of_gemm": ("of GEMM", ".0%"),
     "backward_us": ("bwd, us", ".1f"),
     "backward_spread": ("spread", ".1%"),
     "backward_ratio": ("ratio", ".2f"),
+    "backward_over_flex": ("over flex", ".2f"),
     "backward_of_copy": ("of copy", ".0%"),
     "backward_of_gemm": ("of GEMM", ".0%"),
     "error": ("error", ".1e"),
@@ -156,7 +160,7 @@ def rows_of(
         "plain": lambda: ({}, both_ways(timed.torch_op, [*primals, *plains]))
     }
     if "attention" in timed.name and device == "cuda" and primals[0].shape == primals[1].shape:
-        contenders["FlexAttention"] = flex
+        contenders[FLEX] = flex
     contenders |= {name: partial(ours, name) for name in names}
 
     rows: dict[str, Row] = {}
@@ -193,6 +197,9 @@ def _figures(
     row = {"us": round(1e3 * mine["ms"], 2), "spread": mine["spread"]}
     if unit is not None:
         row["ratio"] = round(ratio(seconds, unit), 3)
+    flex = times.get(f"{FLEX} {way}")
+    if flex is not None:
+        row["over_flex"] = round(ratio(seconds, flex), 3)
     if "attention" in case.name:
         work = attention_flops(case, way) * (3 if dual else 1)
         share, unit_name, peak = "of_gemm", "gflop", peaks["gemm_flops"]

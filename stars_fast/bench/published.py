@@ -42,15 +42,22 @@ class MicroBatch(NamedTuple):
 
 
 class Published:
-    """An `OuroForCausalLM` as the published code runs it; the weights are those of `model`."""
+    """An `OuroForCausalLM` as the published code runs it; the weights are those of `model`, in the
+    parameters' dtype of `precision`."""
 
-    def __init__(self, model: Any, checkpointed: bool = True) -> None:
+    def __init__(self, model: Any, precision: str, checkpointed: bool = True) -> None:
         self.model = model
+        self.precision = precision
         self.checkpointed = checkpointed
+
+    def start(self, tokens: Tensor) -> Tensor:
+        """h^(0) [B, S, D] of tokens [B, S], in the dtype that the turns compute in."""
+        h = self.model.model.embed_tokens(tokens)
+        return h.to(torch.bfloat16) if self.precision == "mixed" else h
 
     def states(self, tokens: Tensor, turns: int) -> Tensor:
         """h^(turns) [B, S, D] of tokens [B, S]."""
-        h = self.model.model.embed_tokens(tokens)
+        h = self.start(tokens)
         turn = self.turn(h)
         for _ in range(turns):
             h = turn(h)
@@ -99,14 +106,13 @@ def train_step(
     batches: Sequence[MicroBatch],
     weight: float,
     clip: float,
-    precision: str,
 ) -> Tensor:
     """One optimiser step; the mean loss of its micro-batches, a scalar on the device."""
     device = batches[0].tokens.device
     total = torch.zeros((), device=device)
     optimizer.zero_grad(set_to_none=True)
     for batch in batches:
-        with autocast(precision, device, sharded=False):
+        with autocast(published.precision, device, sharded=False):
             loss = published.loss(batch, weight) / len(batches)
         loss.backward()
         total += loss.detach()
@@ -139,9 +145,10 @@ def mlp(module: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, norm: Any) -> Tensor:
+    """In x's dtype, whatever that of the weight."""
     wide = x.to(_wide(x))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return norm.weight * wide.to(x.dtype)
+    return norm.weight.to(x.dtype) * wide.to(x.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "spread": ("spread", ".1%"),
     "ratio": ("ratio", ".2f"),
     "marginal": ("marginal", ".2f"),
-    "floor": ("floor", ".2f"),
+    "floor": ("by count", ".2f"),
     "error": ("error", ".1e"),
     "mib": ("MiB", ".0f"),
     "gflop": ("GFLOP", ".2f"),
@@ -74,8 +74,9 @@ def reason(error: BaseException) -> str:
 def out_of_memory(error: BaseException) -> bool:
     """Whether the error says that memory ran out, on the device or the host."""
     said = str(error).lower()
+    signs = ("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
-        words in said for words in ("can't allocate memory", "cannot allocate memory", "bad_alloc")
+        sign in said for sign in (*signs, "cublas_status_alloc_failed")
     )
 
 

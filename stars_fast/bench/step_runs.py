@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stars_fast.bench import published
 from stars_fast.bench.floors import Document, Sizes, step_flops
-from stars_fast.bench.report import FULL, Row, out_of_memory
+from stars_fast.bench.report import Row, reason
 from stars_fast.bench.step_cases import CASES, Case, passes
 from stars_fast.bench.timing import cuda_growth, summary
 from stars_fast.bench.workload import (
@@ -153,7 +153,7 @@ class Steps:
         self.config = bench.config(case)
         self.world = World(0, 1, bench.device)
         self.loss = StepLoss(OuroLoop(bench.model), self.config)
-        self.published = published.Published(bench.model, case.checkpointed)
+        self.published = published.Published(bench.model, bench.precision, case.checkpointed)
 
     def prepare(self) -> None:
         """The first step, alone: it fits in memory, and its loss is finite."""
@@ -180,13 +180,11 @@ class Steps:
             self.next += 1
 
     def _guarded(self, run: Callable[[], Any]) -> None:
-        """One case without memory must not end the run of the others."""
+        """One case that fails must not end the run of the others."""
         try:
             run()
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            self.failed = FULL
+        except Exception as error:
+            self.failed = reason(error)
         if self.failed is not None:
             self.bench.optimizer.zero_grad(set_to_none=True)
             gc.collect()
@@ -205,7 +203,6 @@ class Steps:
             bench.documents(self.case, step),
             plan.weight,
             config.optim.clip,
-            bench.precision,
         )
 
     def row(self, seconds: list[float], peak: float | None) -> Row:

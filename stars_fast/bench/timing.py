@@ -58,8 +58,8 @@ def wall_clock(device: torch.device | str) -> Clock:
 
 
 def device_clock(device: torch.device | str) -> Clock:
-    """Seconds on the device's own clock, with a cold cache and without the time that the host takes
-    to launch; on the CPU `wall_clock`."""
+    """Seconds on the device's own clock, with a cold cache and without the first millisecond that
+    the host takes to launch; on the CPU `wall_clock`."""
     if torch.device(device).type != "cuda":
         return wall_clock(device)
     flush = torch.empty(2**28, dtype=torch.int8, device=device)

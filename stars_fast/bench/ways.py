@@ -11,12 +11,14 @@
     jvp_flash_attention  `torch.func.jvp` with the attention of the package of that name
 
 A way is a function (block, h, u) -> scalar loss; the gradient of the weights is what it is for. Of
-PyTorch's own attention only the plain matrices have the derivatives that the ways need.
+PyTorch's own attention only the plain matrices have the derivatives that the ways need; in 16 bits
+PyTorch computes those in fp32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cache, partial
 from importlib import import_module
@@ -28,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import fused_jsrr
-from stars_fast.bench.blocks import attending, unit_rms
+from stars_fast.bench.blocks import attending, plain_norms, unit_rms
 from stars_fast.bench.report import Row
 from stars_fast.bench.timing import interleaved, ratio, summary
 
@@ -72,7 +74,7 @@ def autograd_jvp(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
 
 
 def func_jvp(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), _norms(block, h):
         return penalty(torch.func.jvp(block, (h,), (u,))[1])
 
 
@@ -82,8 +84,14 @@ def finite_difference(block: nn.Module, h: Tensor, u: Tensor, step: float = 1e-2
 
 def jvp_flash_attention(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
     package = import_module("jvp_flash_attention.jvp_attention")
-    with attending(block, partial(package.JVPAttn.fwd_dual, causal=True)):
+    attend = partial(package.JVPAttn.fwd_dual, causal=True)
+    with attending(block, attend), _norms(block, h):
         return penalty(torch.func.jvp(block, (h,), (u,))[1])
+
+
+def _norms(block: nn.Module, h: Tensor) -> AbstractContextManager[None]:
+    """In 16 bits `torch.func.jvp` of `nn.RMSNorm` mixes dtypes on CUDA (torch 2.11)."""
+    return plain_norms(block) if h.dtype.itemsize == 2 else nullcontext()
 
 
 def _func_last(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:

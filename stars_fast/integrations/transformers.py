@@ -87,8 +87,8 @@ class JacobianPenalty(_Trainer):
     Raises:
         TypeError: a model with no turn, or one of another kind.
         ValueError: both `penalty` and `penalty_weight`; `turns` for a model without a choice; a
-            penalty with at="last"; DataParallel, FSDP, DeepSpeed, tensor, context or sequence
-            parallelism, or `torch_compile`.
+            penalty with at="last", draw="micro-batches" or direction="step"; DataParallel, FSDP,
+            DeepSpeed, tensor, context or sequence parallelism, or `torch_compile`.
     """
 
     def __init__(
@@ -103,8 +103,11 @@ class JacobianPenalty(_Trainer):
             raise ValueError("penalty_weight: expected None when penalty is given, got both")
         if penalty is None:
             penalty = PenaltyConfig() if penalty_weight is None else PenaltyConfig(penalty_weight)
-        if penalty.at != "next":
-            raise ValueError(f"penalty: expected at='next' here, got {penalty.at!r}")
+        for name, only in (("at", "next"), ("draw", "samples"), ("direction", "random")):
+            if getattr(penalty, name) != only:
+                raise ValueError(
+                    f"penalty: expected {name}={only!r} here, got {getattr(penalty, name)!r}"
+                )
         super().__init__(*args, **kwargs)
         _check_launch(self)
         self.penalty = penalty

@@ -85,10 +85,12 @@ def direction(states: list[Tensor], config: RunConfig) -> Tensor | None:
 def penalty_factor(batch: MicroBatch, config: RunConfig, step: int) -> float:
     """What the penalty of the micro-batch counts for: 1, or where micro-batches are drawn their
     number over that of those drawn, and 0 for the others."""
+    if config.penalty.draw == "samples":
+        return 1.0
     window = config.train.accumulation
     number = config.penalty.micro_batches(window)
     chosen = random.Random(derive(config.seed, "micro-batches", step)).sample(range(window), number)
-    place = batch.index // (batch.pieces // window)
+    place = batch.index * window // batch.pieces
     return window / number if place in chosen else 0.0
 
 

@@ -28,7 +28,9 @@ class PenaltyConfig:
     draw: what the fraction is drawn from: samples for so many of each micro-batch; micro-batches
         for all samples of so many of the micro-batches, which costs nothing but their dual turns.
     direction: of v: random, or step for the last step of the state, h^(t) - h^(t-1), which has been
-        through the Jacobians of the turns before.
+        through the Jacobians of the turns before. The value then no longer estimates
+        ||J||_F^2 / D: it leans to the largest singular values and eigenvalues of J, and it is 0 for
+        a sample whose state no longer moves.
     """
 
     weight: float = 0.1

@@ -6,11 +6,12 @@ from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stars_fast import explain
 from stars_fast.bench import block as level
 from stars_fast.bench import growth, ways
-from stars_fast.bench.blocks import SHAPES, Shape, attending, build
+from stars_fast.bench.blocks import SHAPES, Shape, attending, build, plain_norms
 from stars_fast.bench.timing import in_its_own_process
 from stars_fast.cli import main
 
@@ -120,7 +121,7 @@ def test_compiled_ways_tell_when_they_run_in_eager_mode(monkeypatch):
 
 
 def test_a_compiled_way_that_kills_its_process_takes_no_other_with_it(monkeypatch):
-    def crash(function, **arguments):
+    def crash(function, timeout, **arguments):
         raise RuntimeError("killed by SIGSEGV")
 
     monkeypatch.setattr(level, "in_its_own_process", crash)
@@ -188,3 +189,27 @@ def test_a_peer_that_is_not_here_says_why(monkeypatch):
     assert ways.missing("jvp_flash_attention", "cpu") == "needs CUDA"
     assert ways.missing("jvp_flash_attention", "cuda") == "not installed"
     assert ways.missing("func_jvp", "cuda") is None
+
+
+def test_norms_of_plain_operations_are_the_same_norms():
+    block, h, _ = build(TINY["sandwich"], "cpu", torch.float64)
+    before = block(h)
+    seen = []
+    with plain_norms(block), Ops(seen):
+        inside = block(h)
+    torch.testing.assert_close(inside, before, rtol=1e-12, atol=1e-12)
+    assert torch.ops.aten.rsqrt.default in seen
+    assert not any("rms_norm" in str(op) for op in seen)
+    assert all("forward" not in vars(module) for module in block.modules())
+
+
+class Ops(TorchDispatchMode):
+    """Every operator that is called."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))

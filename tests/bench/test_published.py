@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from stars_fast import fused_jsrr
-from stars_fast.bench import published
+from stars_fast.bench import agreement, published
 from stars_fast.bench.agreement import DisagreementError, check
 from stars_fast.bench.published import MicroBatch, Published
 from stars_fast.bench.workload import SHAPES, one_by_one, packed_batches, random_model
 from stars_fast.data import IGNORE
 from stars_fast.training.ouro import OuroLoop
+from stars_fast.training.precision import autocast
 from stars_fast.training.samples import Samples
 
 CPU = torch.device("cpu")
@@ -44,32 +45,60 @@ def gradient(model, loss):
 
 @pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
 def test_it_computes_what_ours_does(precision):
-    assert set(check(SHAPES["tiny"].model, CPU, precision)) == {
-        "token loss",
-        "its gradient",
-        "penalty",
-    }
+    values = ("token loss", "published penalty", "our penalty")
+    found = check(SHAPES["tiny"].model, CPU, precision)
+    assert set(found) == {*values, *(f"{value}, gradient" for value in values)}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("mixed", torch.bfloat16)],
+)
+def test_states_have_the_dtype_of_our_turns(precision, dtype):
+    model = random_model(FIELDS, CPU, precision)
+    way, seen = Published(model, precision), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    with autocast(precision, CPU, sharded=False):
+        batch = micro_batch()
+        assert way.states(batch.tokens, 0).dtype == dtype
+        h = way.states(batch.tokens, 2)
+        way.token_loss(h, batch.targets)
+    assert h.dtype == dtype
+    assert seen
+    assert set(seen) == {dtype}
 
 
 def wrong_norm(x, norm):
     return norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))
 
 
-def wrong_penalty(self, h, v=None):
-    return 1.001 * right_penalty(self, h, v)
+def wrong_value(penalty):
+    return lambda *args, **kwargs: 1.001 * penalty(*args, **kwargs)
 
 
-right_penalty = Published.penalty
+def detached(penalty):
+    return lambda *args, **kwargs: penalty(*args, **kwargs).detach()
+
+
+def half_detached(penalty):
+    def half(*args, **kwargs):
+        found = penalty(*args, **kwargs)
+        return (found + found.detach()) / 2
+
+    return half
 
 
 @pytest.mark.parametrize(
     ("target", "name", "wrong", "message"),
     [
-        (published, "rms_norm", wrong_norm, "token loss by"),
-        (published, "rotated", lambda x, cos, sin: x, "token loss by|its gradient by"),
-        (Published, "penalty", wrong_penalty, "penalty by"),
+        (published, "rms_norm", wrong_norm, "token loss: "),
+        (published, "rotated", lambda x, cos, sin: x, "token loss(, gradient)?: "),
+        (Published, "penalty", wrong_value(Published.penalty), "published penalty: "),
+        (agreement, "fused_jsrr", wrong_value(fused_jsrr), "our penalty: "),
     ],
-    ids=["norm", "rotary", "penalty"],
+    ids=["norm", "rotary", "published penalty", "our penalty"],
 )
 def test_the_gate_sees_what_is_wrong(monkeypatch, target, name, wrong, message):
     monkeypatch.setattr(target, name, wrong)
@@ -77,12 +106,29 @@ def test_the_gate_sees_what_is_wrong(monkeypatch, target, name, wrong, message):
         check(SHAPES["tiny"].model, CPU, "float32")
 
 
+@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
+@pytest.mark.parametrize("cut", [detached, half_detached])
+@pytest.mark.parametrize(
+    ("target", "name", "whose"),
+    [(Published, "penalty", "published"), (agreement, "fused_jsrr", "our")],
+    ids=["published", "ours"],
+)
+def test_the_gate_sees_a_penalty_without_its_gradient(
+    monkeypatch, precision, cut, target, name, whose
+):
+    monkeypatch.setattr(target, name, cut(getattr(target, name)))
+    with pytest.raises(DisagreementError, match=f"{whose} penalty, gradient: "):
+        check(SHAPES["tiny"].model, CPU, precision)
+
+
 def test_checkpoints_change_no_gradient(model):
     batch = micro_batch()
     gradients = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        gradients.append(gradient(model, Published(model, checkpointed).loss(batch, 0.1)))
+        gradients.append(
+            gradient(model, Published(model, "float32", checkpointed).loss(batch, 0.1))
+        )
     torch.testing.assert_close(*gradients)
 
 
@@ -90,16 +136,16 @@ def test_over_all_directions_its_penalty_is_ours(model):
     model = copy.deepcopy(model).double()
     h = torch.randn(1, 3, 16, dtype=torch.float64)
     turn = OuroLoop(model).turn(h, Samples(1))
-    rows = columns = 0.0
+    way, rows, columns = Published(model, "float32"), 0.0, 0.0
     for direction in torch.eye(h.numel(), dtype=torch.float64):
         v = direction.view_as(h)
-        rows += Published(model).penalty(h, v).item()
+        rows += way.penalty(h, v).item()
         columns += fused_jsrr(turn, h, v=v).item()
     assert rows == pytest.approx(columns, rel=1e-12)
 
 
 def test_pads_change_nothing(model):
-    way = Published(model)
+    way = Published(model, "float32")
     long, short = micro_batch(9), micro_batch(6)
     pad = torch.zeros(1, 3, dtype=torch.int64)
     tokens = torch.cat([long.tokens, torch.cat([short.tokens, pad], 1)])
@@ -110,13 +156,13 @@ def test_pads_change_nothing(model):
 
 
 def test_a_step_averages_over_documents_and_moves_the_weights(model):
-    way = Published(model)
+    way = Published(model, "float32")
     batches = [micro_batch(9), micro_batch(5)]
     losses = [way.loss(batch, 0.0) for batch in batches]
     expected = gradient(model, sum(losses) / 2)
     before = model.lm_head.weight.clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = published.train_step(way, optimizer, batches, 0.0, 1e9, "float32")
+    loss = published.train_step(way, optimizer, batches, 0.0, 1e9)
     torch.testing.assert_close(loss, (sum(losses) / 2).detach())
     found = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
     torch.testing.assert_close(torch.cat(found), expected)

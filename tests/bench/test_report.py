@@ -58,8 +58,10 @@ def test_rates_are_shares_of_the_peaks():
         torch.OutOfMemoryError("CUDA out of memory."),
         RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
         MemoryError(),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
-    ids=["cuda", "cpu", "python"],
+    ids=["cuda", "cpu", "python", "triton", "cublas"],
 )
 def test_what_runs_out_of_memory_says_so(error):
     assert reason(error) == FULL

@@ -1,7 +1,10 @@
 """The step level of the benchmarks: every case runs, on the same documents and depths."""
 
 import argparse
+import importlib.util
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from stars_fast.bench.step_cases import CASES, Case
 from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.workload import LAW, MICROS, balanced_depths
 from stars_fast.training.depth import DepthLaw
+from stars_fast.training.jacobian import penalty_factor
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +104,51 @@ def test_a_case_without_memory_leaves_the_others(monkeypatch, failing):
     assert rows["sft"]["over_own"] == 1
 
 
-def test_an_error_that_is_not_memory_ends_the_run(monkeypatch):
+def break_steps(monkeypatch, error, of_published):
+    """The steps of the cases of one side raise."""
+    right = Steps.step
+
     def broken(self, number):
-        raise RuntimeError("shapes differ")
+        if self.case.published == of_published:
+            raise error
+        return right(self, number)
 
     monkeypatch.setattr(Steps, "step", broken)
-    with pytest.raises(RuntimeError, match="shapes differ"):
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "code"),
+    [
+        (RuntimeError("shapes differ"), "RuntimeError: shapes differ", 1),
+        (AttributeError("no such layer"), "AttributeError: no such layer", 1),
+        (torch.OutOfMemoryError("CUDA out of memory."), "out of memory", 0),
+    ],
+    ids=["runtime", "attribute", "memory"],
+)
+@pytest.mark.parametrize("of_published", [False, True], ids=["ours", "published"])
+def test_a_broken_case_leaves_the_others(monkeypatch, tmp_path, error, said, code, of_published):
+    break_steps(monkeypatch, error, of_published)
+    names, path = ["sft", "published-sft"], tmp_path / "step.json"
+    assert step.run(options("--cases", *names, json=path)) == (0 if of_published else code)
+    rows = json.loads(path.read_text())["shapes"][0]["methods"]
+    assert rows[names[of_published]] == {"failed": said}
+    assert rows[names[not of_published]]["seconds"] > 0
+
+
+def test_who_interrupts_a_run_ends_it(monkeypatch):
+    break_steps(monkeypatch, KeyboardInterrupt(), of_published=False)
+    with pytest.raises(KeyboardInterrupt):
         step.measure("tiny", "cpu", "float32", 64, 1, 1, ("sft",))
+
+
+def test_memory_that_is_not_known_leaves_the_times(monkeypatch):
+    def killed(*args, **kwargs):
+        raise RuntimeError("killed by SIGKILL")
+
+    monkeypatch.setattr(step, "in_its_own_process", killed)
+    row = step.measure("tiny", "cpu", "float32", 64, 1, 1, ("sft",), memory=True)["methods"]["sft"]
+    assert row["seconds"] > 0
+    assert row["mib"] == "RuntimeError: killed by SIGKILL"
 
 
 def test_a_loss_that_is_not_finite_is_a_failure(monkeypatch, capsys):
@@ -121,8 +163,12 @@ def test_run_prints_a_table_and_writes_json(tmp_path, capsys):
     assert step.run(options("--cases", *names, json=path)) == 0
     printed = capsys.readouterr().out
     assert all(name in printed for name in names)
+    assert printed.count("by count") == 2
+    assert "floor" not in printed
     result = json.loads(path.read_text())
-    assert result["torch"] == torch.__version__
+    assert set(result) == {"level", "machine", "shapes"}
+    assert result["level"] == "step"
+    assert result["machine"]["torch"] == torch.__version__
     (shape,) = result["shapes"]
     assert list(shape["methods"]) == names
     for row in shape["methods"].values():
@@ -150,4 +196,36 @@ def test_cases_say_what_they_are():
     assert CASES["published-stars"] == Case("stars", published=True, paper=2.0439)
     assert CASES["stars"].paper == 2.0439
     assert CASES["stars-last"].paper is None
-    assert len(CASES) == 19
+    paper = {case.method for case in CASES.values() if case.paper is not None}
+    for side in (False, True):  # each method of the paper, as the paper has it, on both sides
+        assert paper == {
+            case.method
+            for case in CASES.values()
+            if case.published == side and case.checkpointed and not case.penalty
+        }
+
+
+def test_a_batch_that_is_a_whole_step_counts_or_not(bench):
+    """Whatever the accumulation says."""
+    batch = replace(bench.windows[1][0], pieces=1, index=0)
+    factors = {
+        name: {penalty_factor(batch, bench.config(CASES[name]), step) for step in range(40)}
+        for name in ("jsrr", "jsrr-quarter", "jsrr-quarter-micro")
+    }
+    assert factors == {"jsrr": {1.0}, "jsrr-quarter": {1.0}, "jsrr-quarter-micro": {0.0, 4.0}}
+
+
+@pytest.fixture
+def benchmark_file():
+    path = Path(__file__).parents[2] / "benchmarks" / "test_step.py"
+    spec = importlib.util.spec_from_file_location("benchmark_of_steps", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_dtype_that_is_no_precision_is_refused(benchmark_file):
+    assert benchmark_file.precision_of("cpu", None) == "float32"
+    assert benchmark_file.precision_of("cuda", "bfloat16") == "bfloat16"
+    with pytest.raises(pytest.UsageError, match=r"--bench-dtype: expected .* got float16"):
+        benchmark_file.precision_of("cpu", "float16")

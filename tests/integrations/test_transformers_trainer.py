@@ -242,8 +242,13 @@ def test_what_it_can_not_train_is_refused(tmp_path):
         make(llama(), args, turns=4)
     with pytest.raises(ValueError, match="penalty_weight"):
         make(model(), args, penalty_weight=0.1, penalty=PenaltyConfig())
-    with pytest.raises(ValueError, match="at='next'"):
-        make(model(), args, penalty=PenaltyConfig(at="last", detach=False))
+    for name, got, expected in (
+        ("at", "last", "at='next' here, got 'last'"),
+        ("draw", "micro-batches", "draw='samples' here, got 'micro-batches'"),
+        ("direction", "step", "direction='random' here, got 'step'"),
+    ):
+        with pytest.raises(ValueError, match=f"penalty: expected {expected}"):
+            make(model(), args, penalty=PenaltyConfig(detach=False, **{name: got}))
     with pytest.raises(TypeError, match="decoder stack"):
         make(nn.Linear(4, 4), args)
     with pytest.raises(ValueError, match="turns must be an integer"):
