@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from stars_fast import spectral_radius
-from stars_fast.analysis.plots import accuracy_against_turns
+from stars_fast.analysis.plots import accuracy_and_radius
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.training.addition import load_model
@@ -178,8 +178,13 @@ def main() -> None:
     found = {job: branch(options.out, *job, options) for job in jobs}
     table = gathered(found)
     (options.out / "quality.json").write_text(json.dumps(table, indent=1) + "\n")
-    accuracy_against_turns(
-        {n: {int(t): v[0] for t, v in row["accuracy"].items()} for n, row in table.items()},
+    means = {
+        kind: {n: {int(t): v[0] for t, v in row[kind].items()} for n, row in table.items()}
+        for kind in ("accuracy", "radius")
+    }
+    accuracy_and_radius(
+        means["accuracy"],
+        means["radius"],
         options.out / "quality.png",
         title="Exact match on unseen sums, mean of the seeds",
     )

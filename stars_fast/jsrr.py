@@ -151,7 +151,10 @@ def fused_jsrr(
         h: the state, [B, S, D] floating point; or [1, total, D] with `cu_seqlens`.
         args: further positional arguments of `block`.
         kwargs: keyword arguments of `block`.
-        v: direction of h's shape, instead of a random one; masked and normalised like it.
+        v: direction of h's shape, instead of a random one; masked and normalised like it. The last
+            step of the state, `h - h_before`, has been through the Jacobians of the turns before
+            and leans to their largest eigenvalues; the loss is then no estimate of ||J||_F^2 / D,
+            and wants a smaller weight (about a third: `benchmarks/README.md`).
         mask: [B, S], boolean or 0/1, True for real tokens: v is zero on the others and they do not
             count in the norm. It is not handed to `block`.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito's palette: told apart by readers with any colour vision."""
 MARKERS = "osD^vP*"
+LINES = ("-", "--", ":")
 
 TrainedDepth = float | tuple[float, float]
 """Turns seen in training: a number, or the fewest and the most."""
@@ -40,23 +41,8 @@ def accuracy_against_turns(
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"accuracy must be in [0, 1], got {value} for {label} at {turns}")
     figure, (axis,) = _figure(1, width=7.5, height=4.4)
-    for index, (label, points) in enumerate(accuracy.items()):
-        places = sorted(points)
-        axis.plot(
-            places,
-            [100 * points[t] for t in places],
-            label=label,
-            color=_colour(index),
-            marker=MARKERS[index % len(MARKERS)],
-            markersize=5.5,
-            linewidth=1.8,
-            clip_on=False,
-            zorder=3,
-        )
+    _accuracy_lines(axis, accuracy)
     _turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
-    axis.set_ylim(0, 103)
-    axis.set_yticks(range(0, 101, 20), [f"{p} %" for p in range(0, 101, 20)])
-    axis.set_ylabel("sums answered exactly")
     axis.set_title(title, loc="left", fontsize=11)
     if isinstance(trained_depth, Mapping):
         _depth_bars(axis, list(accuracy), trained_depth)
@@ -64,6 +50,63 @@ def accuracy_against_turns(
         _depth_shade(axis, trained_depth)
     if len(accuracy) > 1:
         axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    _save(figure, path)
+
+
+def _accuracy_lines(axis: "Axes", accuracy: Mapping[str, Mapping[int, float]]) -> None:
+    for index, (label, points) in enumerate(accuracy.items()):
+        percent = {turns: 100 * value for turns, value in points.items()}
+        _turns_line(axis, index, label, percent)
+    axis.set_ylim(0, 103)
+    axis.set_yticks(range(0, 101, 20), [f"{p} %" for p in range(0, 101, 20)])
+    axis.set_ylabel("sums answered exactly")
+
+
+def _turns_line(axis: "Axes", index: int, label: str, points: Mapping[int, float]) -> None:
+    """One label's line; beyond as many as there are colours the lines are dashed."""
+    places = sorted(points)
+    axis.plot(
+        places,
+        [points[t] for t in places],
+        label=label,
+        color=_colour(index),
+        marker=MARKERS[index % len(MARKERS)],
+        linestyle=LINES[index // len(COLOURS) % len(LINES)],
+        markersize=5.5,
+        linewidth=1.8,
+        clip_on=False,
+        zorder=3,
+    )
+
+
+def accuracy_and_radius(
+    accuracy: Mapping[str, Mapping[int, float]],
+    radius: Mapping[str, Mapping[int, float]],
+    path: str | Path,
+    *,
+    title: str = "Exact match on unseen sums",
+) -> None:
+    """Draw exact match against the number of turns, and below it the spectral radius of the block
+    at the state after so many, one line a label, and save it as PNG.
+
+    accuracy: {label: {turns: accuracy in [0, 1]}}. radius: {label: {turns: radius}}, of the same
+        labels. Turns are on a logarithmic axis.
+
+    Raises ValueError if there is nothing to draw, or the labels differ.
+    """
+    if not accuracy or not all(accuracy.values()):
+        raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
+    if list(radius) != list(accuracy):
+        raise ValueError(f"radius must have the labels {list(accuracy)}, got {list(radius)}")
+    figure, (above, below) = _figure(2, width=7.5, height=7.6)
+    _accuracy_lines(above, accuracy)
+    for index, (label, points) in enumerate(radius.items()):
+        _turns_line(below, index, label, points)
+    below.axhline(1.0, color="#888888", linewidth=0.8)
+    below.set_ylabel("spectral radius")
+    _turns_axis(below, sorted({t for points in accuracy.values() for t in points}))
+    above.set_title(title, loc="left", fontsize=11)
+    above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     _save(figure, path)
 
 

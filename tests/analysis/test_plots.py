@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from stars_fast.analysis import plots
-from stars_fast.analysis.plots import accuracy_against_turns, training_curves
+from stars_fast.analysis.plots import accuracy_against_turns, accuracy_and_radius, training_curves
 
 ACCURACY = {
     "stars": {1: 0.6, 16: 1.0, 4: 0.99, 100: 0.97},
@@ -155,3 +155,31 @@ def test_training_curves_of_several_runs(tmp_path, drawn):
 def test_training_curves_error(tmp_path):
     with pytest.raises(ValueError, match="runs must hold rows with loss, penalty"):
         training_curves([{"step": 1, "loss": None}], tmp_path / "training.png")
+
+
+def test_accuracy_above_the_radius(tmp_path, drawn):
+    many = {f"setting {i}": {1: 0.1 * i, 64: 0.05 * i} for i in range(9)}
+    radius = {label: {64: 0.9 + 0.02 * i} for i, label in enumerate(many)}
+    accuracy_and_radius(many, radius, tmp_path / "both.png")
+    png_size(tmp_path / "both.png")
+    above, below = drawn[0].axes
+    assert [line.get_xydata().tolist() for line in above.lines] == [
+        [[t, 100 * value] for t, value in points.items()] for points in many.values()
+    ]
+    shown = [line for line in below.lines if not line.get_label().startswith("_")]
+    assert [line.get_ydata()[0] for line in shown] == [points[64] for points in radius.values()]
+    styles = {(line.get_color(), line.get_linestyle()) for line in above.lines}
+    assert len(styles) == 9  # more than there are colours
+    assert len(above.get_legend().get_texts()) == 9
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "radius", "message"),
+    [
+        ({}, {}, "accuracy must hold at least one point"),
+        ({"a": {1: 0.5}}, {"b": {1: 0.5}}, r"radius must have the labels \['a'\], got \['b'\]"),
+    ],
+)
+def test_accuracy_and_radius_errors(tmp_path, accuracy, radius, message):
+    with pytest.raises(ValueError, match=message):
+        accuracy_and_radius(accuracy, radius, tmp_path / "both.png")

@@ -118,6 +118,13 @@ def test_a_sharded_shared_turn_on_a_part_does_not_gather_anew(run):
     run(penalty=shared | {"draw": "micro-batches"}, parallel={"kind": "fsdp", "reshard": True})
 
 
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_the_recommended_recipe_draws_micro_batches_on_so_many_processes(processes):
+    config = load_config("ouro-numina-fast")
+    window = config.train.on(processes).accumulation
+    assert config.penalty.micro_batches(window) == window / 4
+
+
 def test_a_step_before_the_last_turn_needs_its_states(run):
     penalty = {"at": "last", "detach": False, "direction": "step"}
     with pytest.raises(ConfigError, match=r"train\.backprop_turns must be at least 2"):
