@@ -160,8 +160,10 @@ def build(
     shape: Shape, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[nn.Sequential, Tensor, Tensor]:
     """The block, a state h and a direction u of unit RMS, both [batch, length, width]; the same
-    numbers each time."""
-    with torch.random.fork_rng(devices=[]):
+    numbers each time on a device. They are drawn there: on the host large blocks take seconds."""
+    device = torch.device(device)
+    forked = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=forked), device:
         torch.manual_seed(0)
         block = stack(KINDS[shape.kind], shape.layers, shape.width, shape.heads, shape.d_ff)
         h, u = (torch.randn(shape.batch, shape.length, shape.width) for _ in range(2))
