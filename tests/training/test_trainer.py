@@ -14,6 +14,14 @@ from stars_fast.training.trainer import TrainingFailure, train
 from stars_fast.training.tree import ConfigError
 
 
+@pytest.fixture(autouse=True)
+def heard():
+    """SIGINT as in a shell, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def at_step(monkeypatch):
     """at_step(n, act): call act() as step n begins."""
