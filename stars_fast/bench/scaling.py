@@ -21,6 +21,7 @@ from stars_fast.bench.block import checked_backend, rows_of
 from stars_fast.bench.blocks import Shape, build
 from stars_fast.bench.report import FULL, Row, reason, show, write
 from stars_fast.bench.ways import OURS
+from stars_fast.training.optional import need
 
 WAYS = ("plain", "dual", "double_backward", "func_jvp")
 REPEATS = 10
@@ -82,8 +83,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if our way is wrong or fails.
 
-    Raises ConfigError if the backend is not here.
+    Raises ConfigError if the backend is not here, or matplotlib.
     """
+    need("matplotlib", "figures of bench scaling")
     dtype = getattr(torch, options.dtype)
     base, axes = _SMALL if options.small else _CUDA if options.device == "cuda" else _CPU
     names = ["plain", *(name for name in options.ways if name != "plain")]
@@ -188,16 +190,12 @@ def _cell(row: Row, key: str, spec: str) -> str:
 
 
 def figure(found: Mapping[str, Points], names: Sequence[str], path: Path) -> None:
-    """Draw ratios and memory, a row of panels for each axis, as PNG. What did not fit ends a line.
+    """Draw ratios and memory, a row of panels for each axis, as PNG; a line ends before what does
+    not fit."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator, SymmetricalLogLocator
 
-    Raises ImportError without matplotlib.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullLocator, SymmetricalLogLocator
-    except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "stars-fast[train]"') from error
     picture = Figure(figsize=(9.0, 2.5 * len(found) + 0.5), dpi=150, layout="constrained")
     FigureCanvasAgg(picture)
     panels = picture.subplots(len(found), 2, squeeze=False)

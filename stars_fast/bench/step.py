@@ -22,6 +22,7 @@ from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.timing import in_its_own_process, interleaved, process_growth, ratio
 from stars_fast.bench.workload import MICROS, SHAPES
 from stars_fast.training.metrics import peak_flops
+from stars_fast.training.optional import need
 from stars_fast.training.precision import PRECISIONS
 
 PRECISION = {"cpu": "float32", "cuda": "mixed"}
@@ -175,7 +176,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, print, and write the JSON; 1 if the published way is not what ours is, or a case of
-    ours fails for anything but memory."""
+    ours fails for anything but memory.
+
+    Raises ConfigError without transformers.
+    """
+    need("transformers", "the models of bench step")
     device = options.device
     shapes = options.shape or (["ouro"] if device == "cuda" else ["tiny", "small"])
     tokens, repeats = options.tokens, options.repeats or REPEATS

@@ -1,6 +1,7 @@
 """`stars-fast bench`, end to end at tiny sizes."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -106,6 +107,20 @@ def test_mistakes_exit_with_2_and_one_message(words, message, capsys):
         code = stop.code
     assert code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("level", "library", "extra"),
+    [("step", "transformers", "ouro"), ("scaling", "matplotlib", "train")],
+)
+def test_a_library_that_is_missing_is_named_before_anything_runs(
+    monkeypatch, tmp_path, level, library, extra, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(["bench", level, "--small", "--device", "cpu"]) == 2
+    assert f'need {library}: pip install "stars-fast[{extra}]"' in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
