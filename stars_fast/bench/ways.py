@@ -17,7 +17,7 @@ PyTorch computes those in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cache, partial
@@ -223,14 +223,6 @@ class Exact:
         truth = self._found[exact]
         mine = gradient(loss, self._block, self.h, self.u)
         return ((mine - truth).norm() / truth.norm()).item()
-
-
-def gradient_errors(
-    block: nn.Module, h: Tensor, u: Tensor, names: Iterable[str]
-) -> dict[str, float]:
-    """Relative error of each way's gradient against fp64."""
-    exact = Exact(block, h, u)
-    return {name: exact.error(name, bind(name, block)) for name in names}
 
 
 def both(loss: Loss, block: nn.Module, h: Tensor, u: Tensor) -> None:
