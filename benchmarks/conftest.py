@@ -9,6 +9,8 @@ A test asserts that what it times is right, then times it. Sizes are small on th
 import pytest
 import torch
 
+from stars_fast.bench.timing import waiter
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("stars_fast")
@@ -20,7 +22,7 @@ def pytest_addoption(parser):
 def device(request):
     name = request.config.getoption("--bench-device")
     if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+        raise pytest.UsageError("--bench-device: expected a CUDA device, none is there")
     return name
 
 
@@ -35,7 +37,7 @@ def timed(benchmark, device):
     """Time a run, on CUDA until the device is done, with what is known about it beside."""
 
     def time(run, group, rounds, **extra):
-        wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+        wait = waiter(device)
         benchmark.group = group
         benchmark.extra_info.update(extra)
         benchmark.pedantic(lambda: (run(), wait()), rounds=rounds, warmup_rounds=2)

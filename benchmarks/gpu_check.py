@@ -1,4 +1,4 @@
-"""Is everything right on this GPU, how fast is it, and does it train? Eight minutes, one JSON file.
+"""Is everything right on this GPU, how fast is it, and does it train? One JSON file.
 
     python benchmarks/gpu_check.py [--json FILE] [--only STAGE ...]
     python benchmarks/gpu_check.py --device cpu --small           # proves the script

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ import torch
 from stars_fast import fused_jsrr
 from stars_fast.bench.machine import commit
 from stars_fast.bench.report import show
-from stars_fast.bench.ways import figures, measure
+from stars_fast.bench.timing import interleaved
+from stars_fast.bench.ways import figures
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
 
@@ -89,6 +91,12 @@ def grown(net: OuroForCausalLM, way: Callable[[], Any]) -> int:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
 
 
+def both(net: OuroForCausalLM, way: Callable[[], Any]) -> None:
+    """Forward and backward; the model keeps its gradients."""
+    net.zero_grad(set_to_none=True)
+    way().backward()
+
+
 def passes(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of the ways of a part."""
     ways = {"turn": turn_ways, "step": step_ways}[part](net, options)
@@ -96,9 +104,8 @@ def passes(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict
         memory = {name: grown(net, way) for name, way in ways.items()}
     else:
         memory = {name: _in_its_own_process(part, name) for name in ways}
-    as_way = {name: (lambda block, h, u, way=way: way()) for name, way in ways.items()}
-    h = torch.empty(0, device=net.device)
-    rows = figures(measure(net, h, h, options.repeats, as_way), {})
+    runs = {name: partial(both, net, way) for name, way in ways.items()}
+    rows = figures(interleaved(runs, options.repeats, net.device), {})
     print(part)
     show(rows)
     print("MiB:", memory)

@@ -205,7 +205,7 @@ def _errors(
             try:
                 found[name] = exact.error(name, bind(name, block))
                 continue
-            except Exception as error:
+            except Exception as error:  # as where it is timed
                 why = reason(error)
         found[name] = why
     del exact, block

@@ -16,13 +16,13 @@ import stars_fast
 from stars_fast.bench.timing import interleaved
 
 
-def describe(device: torch.device | str, threads: int | None = None) -> dict[str, Any]:
+def describe(device: torch.device | str) -> dict[str, Any]:
     """What a figure was measured on."""
     cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "cores": os.cpu_count(),
-        "threads": threads or torch.get_num_threads(),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "triton": version_of("triton") if cuda else None,

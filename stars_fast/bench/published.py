@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from stars_fast.bench.blocks import rms_norm
 from stars_fast.data import IGNORE
 from stars_fast.training.precision import autocast
 
@@ -75,7 +76,7 @@ class Published:
                     h = checkpoint(layer, module, h, cos, sin, products, use_reentrant=False)
                 else:
                     h = layer(module, h, cos, sin, products)
-            return rms_norm(h, self.model.model.norm)
+            return rms_norm(self.model.model.norm, h)
 
         return run
 
@@ -123,10 +124,10 @@ def train_step(
 
 def layer(module: Any, h: Tensor, cos: Tensor, sin: Tensor, products: bool) -> Tensor:
     """One decoder layer, h [B, S, D] -> [B, S, D]."""
-    branch = attention(module.self_attn, rms_norm(h, module.input_layernorm), cos, sin, products)
-    h = h + rms_norm(branch, module.input_layernorm_2)
-    branch = mlp(module.mlp, rms_norm(h, module.post_attention_layernorm))
-    return h + rms_norm(branch, module.post_attention_layernorm_2)
+    branch = attention(module.self_attn, rms_norm(module.input_layernorm, h), cos, sin, products)
+    h = h + rms_norm(module.input_layernorm_2, branch)
+    branch = mlp(module.mlp, rms_norm(module.post_attention_layernorm, h))
+    return h + rms_norm(module.post_attention_layernorm_2, branch)
 
 
 def attention(module: Any, x: Tensor, cos: Tensor, sin: Tensor, products: bool) -> Tensor:
@@ -142,13 +143,6 @@ def attention(module: Any, x: Tensor, cos: Tensor, sin: Tensor, products: bool) 
 
 def mlp(module: Any, x: Tensor) -> Tensor:
     return module.down_proj(F.silu(module.gate_proj(x)) * module.up_proj(x))
-
-
-def rms_norm(x: Tensor, norm: Any) -> Tensor:
-    """In x's dtype, whatever that of the weight."""
-    wide = x.to(_wide(x))
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
-    return norm.weight.to(x.dtype) * wide.to(x.dtype)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stars_fast import fused_jsrr
 from stars_fast.bench.blocks import attending, plain_norms, unit_rms
 from stars_fast.bench.report import Row
-from stars_fast.bench.timing import interleaved, ratio, summary
+from stars_fast.bench.timing import ratio, summary
 
 Way = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -229,14 +229,6 @@ def both(loss: Loss, block: nn.Module, h: Tensor, u: Tensor) -> None:
     """Forward and backward; the block keeps its gradients."""
     block.zero_grad(set_to_none=True)
     (_scale(h) * loss(h, u)).backward()
-
-
-def measure(
-    block: nn.Module, h: Tensor, u: Tensor, repeats: int, ways: Mapping[str, Way]
-) -> dict[str, list[float]]:
-    """Seconds of forward + backward, the ways taking turns."""
-    runs = {name: partial(both, partial(way, block), block, h, u) for name, way in ways.items()}
-    return interleaved(runs, repeats, h.device)
 
 
 def figures(times: Mapping[str, list[float]], errors: Mapping[str, float | None]) -> dict[str, Row]:

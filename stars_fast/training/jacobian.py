@@ -11,6 +11,7 @@ some, the same ones of the window on every rank, and their penalty counts for th
 """
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,14 @@ from stars_fast.jsrr import fused_jsrr
 from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
 from stars_fast.training.loop import Loop, Turn
-from stars_fast.training.samples import Part, draw_samples, drawn_number, join, sample_noise
+from stars_fast.training.samples import (
+    Part,
+    Samples,
+    draw_samples,
+    drawn_number,
+    join,
+    sample_noise,
+)
 from stars_fast.training.seeds import derive
 from stars_fast.training.turns import Block, Recompute, by_layer, dual_block
 
@@ -35,16 +43,9 @@ def penalty_at_next(
 ) -> Tensor:
     """Mean over the samples of ||J v||^2 at the last of the `states`, h^(t) [B, S, D]; `turn` is
     the batch's."""
-    h, v = states[-1], direction(states, config)
-    if config.penalty.detach:
-        h = h.detach()
     part = drawn(batch, config, step)
-    if part is not None:
-        h = part.of(h)
-        v = None if v is None else part.of(v)
-        turn = loop.turn(h, part.samples)
     return _penalty(
-        loop, turn, h, v, batch, part, config, step, recompute, detach=config.penalty.detach
+        loop, turn, states, batch, part, config, step, recompute, detach=config.penalty.detach
     )
 
 
@@ -59,19 +60,15 @@ def penalty_at_last(
 ) -> tuple[Tensor, Tensor]:
     """h^(t) [B, S, D], and the mean over the samples of ||J v||^2 at the last of the `states`,
     h^(t-1) [B, S, D]; `turn` is the batch's."""
-    shared = {"detach": False, "return_output": True}
-    h, v = states[-1], direction(states, config)
     part = drawn(batch, config, step)
+    arguments = loop, turn, states, batch, part, config, step, recompute
+    out, penalty = _penalty(*arguments, detach=False, return_output=True)
     if part is None:
-        return _penalty(loop, turn, h, v, batch, None, config, step, recompute, **shared)
-    some = part.of(h)
-    v = None if v is None else part.of(v)
-    turn = loop.turn(some, part.samples)
-    out, penalty = _penalty(loop, turn, some, v, batch, part, config, step, recompute, **shared)
+        return out, penalty
     rest = batch.samples.take(sorted(set(range(batch.samples.count)) - set(part.chosen)))
-    others = rest.of(h)
+    others = rest.of(states[-1])
     others = _block(loop, loop.turn(others, rest.samples), recompute)(others)
-    return join([(part, out), (rest, others)], h.shape), penalty
+    return join([(part, out), (rest, others)], states[-1].shape), penalty
 
 
 def direction(states: list[Tensor], config: RunConfig) -> Tensor | None:
@@ -108,8 +105,7 @@ def drawn(batch: MicroBatch, config: RunConfig, step: int) -> Part | None:
 def _penalty(
     loop: Loop,
     turn: Turn,
-    h: Tensor,
-    v: Tensor | None,
+    states: list[Tensor],
     batch: MicroBatch,
     part: Part | None,
     config: RunConfig,
@@ -117,13 +113,21 @@ def _penalty(
     recompute: Recompute,
     **options: Any,
 ) -> Any:
-    """`fused_jsrr` at the states `h` of the batch, or of a part of it; `v` is None for noise."""
-    samples = batch.samples if part is None else part.samples
-    chosen = range(samples.count) if part is None else part.chosen
-    numbers = [batch.first + i for i in chosen]
-    mask = samples.mask
+    """`fused_jsrr` at the last of the `states`, of the whole batch or of a part of it; `turn` is
+    the batch's."""
+    h, v = states[-1], direction(states, config)
+    if options["detach"]:
+        h = h.detach()
+    samples: Samples = batch.samples
+    chosen: Sequence[int] = range(samples.count)
+    if part is not None:
+        samples, chosen = part.samples, part.chosen
+        h, v = part.of(h), None if v is None else part.of(v)
+        turn = loop.turn(h, samples)
     if v is None:
+        numbers = [batch.first + i for i in chosen]
         v = sample_noise(h, samples, config.seed, step, numbers)
+    mask = samples.mask
     return fused_jsrr(
         _block(loop, turn, recompute),
         h,

@@ -70,7 +70,7 @@ def test_states_have_the_dtype_of_our_turns(precision, dtype):
     assert set(seen) == {dtype}
 
 
-def wrong_norm(x, norm):
+def wrong_norm(norm, x):
     return norm.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))
 
 
