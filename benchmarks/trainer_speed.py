@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -27,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stars_fast.bench.machine import describe
 from stars_fast.models.ouro.losses import next_tokens
 from stars_fast.training import ouro
 from stars_fast.training.batches import HostBatch
@@ -231,12 +229,8 @@ def main() -> None:
         "repeats": options.repeats,
         "batch": [options.batch, options.length],
         **size._asdict(),
-        "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-        ).stdout.strip(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+        "machine": describe("cpu"),
     }
     print(json.dumps(result))
 
