@@ -5,11 +5,12 @@ Modules load where they are used, so that the help and the list of recipes come 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 from typing import Any
+
+from stars_fast.options import positive
 
 _EXAMPLES = """\
 examples:
@@ -24,6 +25,14 @@ examples:
   stars-fast bench block
 """
 
+_OWN_OPTIONS = {
+    "eval": "evaluation",
+    "analyze": "analysis",
+    "study": "studies",
+    "bench": "bench",
+}
+"""Commands whose options are in the `command` module of a package of ours."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal."""
@@ -33,10 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:  # its options are the fields of the configuration
             return _train(words[1:])
-        if words[:1] == ["bench"]:  # each level has options of its own
-            from stars_fast.bench.command import main as bench
-
-            return bench(words[1:])
+        if words and words[0] in _OWN_OPTIONS:
+            command = import_module(f"stars_fast.{_OWN_OPTIONS[words[0]]}.command")
+            return int(command.main(words[1:]))
         args = _parser().parse_args(words)
         return args.command(args)
     except ConfigError as error:
@@ -59,32 +67,9 @@ def _parser() -> argparse.ArgumentParser:
 
     commands.add_parser("train", help="train a recipe, or continue a run")
 
-    evaluate = commands.add_parser(
-        "eval",
-        help="accuracy against turns of trained runs",
-        description="Exact match on unseen samples at each number of turns, for each run: a "
-        "table, a JSON file and a figure.",
-    )
-    evaluate.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    evaluate.add_argument(
-        "--turns",
-        type=_numbers,
-        default=[1, 2, 4, 8, 16, 32, 64, 100],
-        metavar="1,2,4",
-        help="numbers of turns (default 1,2,4,8,16,32,64,100)",
-    )
-    evaluate.add_argument(
-        "--limit", type=_positive, default=1000, metavar="N", help="unseen samples (default 1000)"
-    )
-    evaluate.add_argument(
-        "--step", type=_positive, metavar="N", help="checkpoint (default: the newest)"
-    )
-    evaluate.add_argument(
-        "--out",
-        metavar="DIR",
-        help="folder for evaluation.json and evaluation.png (default: the first run)",
-    )
-    evaluate.set_defaults(command=_eval)
+    commands.add_parser("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
+    commands.add_parser("analyze", help="how the state moves over the turns, and its Jacobian")
+    commands.add_parser("study", help="the paper's studies by name: train, evaluate, compare")
 
     export = commands.add_parser(
         "export",
@@ -95,11 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", metavar="RUN", help="run folder, or an Ouro checkpoint")
     export.add_argument("out", metavar="DIR", help="new or empty folder")
     export.add_argument(
-        "--step", type=_positive, metavar="N", help="checkpoint (default: the newest)"
+        "--step", type=positive, metavar="N", help="checkpoint (default: the newest)"
     )
     export.add_argument(
         "--turns",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="turns of the exported model (default: those of the run)",
     )
@@ -197,40 +182,6 @@ def _recipes(args: argparse.Namespace) -> int:
     return 0
 
 
-def _eval(args: argparse.Namespace) -> int:
-    from stars_fast.data.addition import AdditionData
-    from stars_fast.evaluation.addition import evaluate
-    from stars_fast.training.addition import load_model
-    from stars_fast.training.tree import ConfigError
-
-    loaded = {str(run): load_model(run, args.step) for run in args.runs}
-    accuracy, samples = {}, {}
-    for run, (model, config) in loaded.items():
-        try:
-            data = AdditionData(config.data)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{run}: data: {error}") from error
-        accuracy[run] = evaluate(model, data, args.turns, limit=args.limit)
-        samples[run] = min(args.limit, len(data.test))
-    labels = _labels({run: config.name for run, (_, config) in loaded.items()})
-    print(_table({labels[run]: values for run, values in accuracy.items()}))
-
-    from stars_fast.analysis.plots import accuracy_against_turns
-
-    out = Path(args.out or args.runs[0])
-    out.mkdir(parents=True, exist_ok=True)
-    written = {"samples": samples, "accuracy": accuracy}
-    (out / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
-    accuracy_against_turns(
-        {labels[run]: values for run, values in accuracy.items()},
-        out / "evaluation.png",
-        title="Exact match on unseen sums",
-        trained_depth={labels[run]: config.trained_turns for run, (_, config) in loaded.items()},
-    )
-    print(f"written: {out / 'evaluation.json'}, {out / 'evaluation.png'}")
-    return 0
-
-
 def _export(args: argparse.Namespace) -> int:
     import torch
 
@@ -244,40 +195,6 @@ def _export(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     print(f"written: {args.out}")
     return 0
-
-
-def _labels(names: dict[str, str]) -> dict[str, str]:
-    """A label for each run: its name, or its folder where two runs have one name."""
-    count = list(names.values()).count
-    return {run: name if count(name) == 1 else run for run, name in names.items()}
-
-
-def _table(accuracy: dict[str, dict[int, float]]) -> str:
-    """Turns down, runs across, exact match in percent."""
-    turns = next(iter(accuracy.values()))
-    rows = [["turns", *accuracy]]
-    rows += [
-        [str(turn), *(f"{100 * values[turn]:.1f} %" for values in accuracy.values())]
-        for turn in turns
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-
-
-def _numbers(text: str) -> list[int]:
-    numbers = [_positive(part) for part in text.split(",") if part.strip()]
-    if not numbers:
-        raise argparse.ArgumentTypeError("expected numbers like 1,2,4")
-    return numbers
-
-
-def _positive(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
+from stars_fast.options import positive
+
 LEVELS = {
     "op": "one op: its dual against PyTorch's plain one, by backend",
     "block": "a block: plain, and every way to its Jacobian penalty",
@@ -56,8 +58,8 @@ def add_common(parser: argparse.ArgumentParser, dtype: bool) -> None:
             choices=("float32", "bfloat16", "float16"),
             help="(default: float32 on the CPU, bfloat16 on CUDA)",
         )
-    parser.add_argument("--threads", type=_positive, metavar="N", help="CPU threads")
-    parser.add_argument("--repeats", type=_positive, metavar="N", help="timed passes of each way")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads")
+    parser.add_argument("--repeats", type=positive, metavar="N", help="timed passes of each way")
     parser.add_argument("--json", metavar="FILE", help="write the result here")
     parser.add_argument("--small", action="store_true", help="tiny sizes: prove the command")
 
@@ -76,9 +78,3 @@ def prepare(options: argparse.Namespace) -> None:
         options.dtype = "bfloat16" if options.device == "cuda" else "float32"
     if options.threads:
         torch.set_num_threads(options.threads)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)

@@ -1,0 +1,18 @@
+"""Types of command-line options."""
+
+import argparse
+
+
+def positive(text: str) -> int:
+    """A positive integer. Raises ArgumentTypeError otherwise."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """Positive integers between commas, at least one. Raises ArgumentTypeError otherwise."""
+    found = [positive(part) for part in text.split(",") if part.strip()]
+    if not found:
+        raise argparse.ArgumentTypeError("expected numbers like 1,2,4")
+    return found
