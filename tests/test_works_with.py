@@ -266,6 +266,8 @@ def worker(rank, path, kind):
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
+    from stars_fast.training.distributed import settle
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{path}/init-{kind}", rank=rank, world_size=2
@@ -287,6 +289,7 @@ def worker(rank, path, kind):
     if rank == 0:
         torch.save(grads, f"{path}/{kind}.pt")
     dist.barrier()
+    settle()
     dist.destroy_process_group()
 
 

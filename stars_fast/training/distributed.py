@@ -143,9 +143,16 @@ def processes(device: str = "auto") -> Iterator[World]:
         yield World(dist.get_rank(), size, here, local, local_size, patient)
     finally:
         if dist.is_initialized():
-            # A Gloo thread may still be letting go of the last collective, for which it needs the
-            # interpreter's lock. The group's end waits for its threads and holds that lock: without
-            # this pause, in which the lock is free, a process now and then never ends.
-            time.sleep(0.2)
+            settle()
             if joined:
                 dist.destroy_process_group()
+
+
+def settle() -> None:
+    """To be called between the last collective of a Gloo group and the group's end.
+
+    One of Gloo's threads may still be letting go of that collective, for which it needs the
+    interpreter's lock. The group's end waits for its threads and holds that lock: without this
+    pause, in which the lock is free, a process now and then never ends.
+    """
+    time.sleep(0.2)

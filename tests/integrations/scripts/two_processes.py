@@ -8,6 +8,7 @@ from penalised import Gradients, StarsTrainer, arguments, documents, padded
 
 from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.training.depth import DepthLaw
+from stars_fast.training.distributed import settle
 
 LENGTHS = (5, 8, 6, 9, 7, 5, 8, 4, 6, 9, 5, 7, 8, 6, 4, 7)
 
@@ -36,4 +37,5 @@ if __name__ == "__main__":
     if torch.distributed.get_rank() == 0:
         torch.save((steps, history), Path(out) / "steps.pt")
     torch.distributed.barrier()
+    settle()
     torch.distributed.destroy_process_group()

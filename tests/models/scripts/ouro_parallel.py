@@ -1,8 +1,6 @@
 """Gradients of Ouro on two processes against one: torchrun ouro_parallel.py CHECKPOINT."""
 
-import os
 import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -13,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stars_fast import fused_jsrr
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroForCausalLM
+from stars_fast.training.distributed import settle
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -73,6 +72,5 @@ compare(gradients(sharded), gradients(single), "FSDP2, loss")
 if rank == 0:
     print("equal", flush=True)
 dist.barrier()
+settle()
 dist.destroy_process_group()
-time.sleep(0.2)
-os._exit(0)  # Gloo's threads can hang at exit

@@ -2,12 +2,14 @@
 
 Beside each run's folder the gradient of its first step is written as NAME.grad.pt. A run whose
 folder is there goes on; what befalls one that begins is in its name. "killed": kill -9 on every
-rank as step 7 begins. "lost": an error then, after which the next run follows.
+rank as step 7 begins and the checkpoint of step 5 is there, which is written beside the steps.
+"lost": an error then, after which the next run follows.
 """
 
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +33,8 @@ def whole(tensor):
 def train_step(step_loss, optimizer, config, window, plan, world):
     if plan.step == 7 and not resumes:
         if "killed" in config.name:
+            while not Path(config.out, "checkpoints", "step-000005").is_dir():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if "lost" in config.name:
             raise Lost

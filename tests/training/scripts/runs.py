@@ -1,12 +1,15 @@
 """Runs one after the other: python runs.py CONFIG ... What befalls a run is in its name.
 
 "double": in double precision. "nan": a loss that is not a number in step 2, on the last rank.
-"killed": kill -9 on every rank as step 7 begins. "signalled": SIGTERM on the last rank in step 3.
+"killed": kill -9 on every rank as step 7 begins and the checkpoint of step 5 is there, which is
+written beside the steps. "signalled": SIGTERM on the last rank in step 3.
 """
 
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
 import torch
 
@@ -26,6 +29,8 @@ def train_step(step_loss, optimizer, config, window, plan, world):
     last = world.rank == world.size - 1
     poisoned = "nan" in config.name and plan.step == 2 and last
     if "killed" in config.name and plan.step == 7:
+        while not Path(config.out, "checkpoints", "step-000005").is_dir():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     if "signalled" in config.name and plan.step == 3 and last:
         signal.raise_signal(signal.SIGTERM)
