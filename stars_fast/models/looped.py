@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stars_fast.checks import check_integer
+from stars_fast.models.adaptive import Per, turns_until_rest
 from stars_fast.models.gpt import ACTIVATIONS, NORMS, PLACEMENTS, GPTBlock, make_norm
 
 
@@ -119,15 +120,24 @@ class LoopedLM(nn.Module):
         """h [B, S, D] -> logits [B, S, V], with the token embedding as its weight."""
         return F.linear(self.norm(h), self.tokens.weight)
 
-    def forward(self, tokens: Tensor, turns: int) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        turns: int,
+        *,
+        tol: float | None = None,
+        tol_per: Per = "sequence",
+        real: Tensor | None = None,
+    ) -> Tensor:
         """Logits [B, S, V] of token ids [B, S] int64 after `turns` >= 1 turns of the block.
 
-        Raises ValueError as `prelude`, and if `turns` is not a positive integer.
+        With `tol` a sequence, or a token, that a turn changes by no more takes no further one
+        (`models.adaptive`); pads, where real [B, S] is False, hold nobody up.
+
+        Raises ValueError as `prelude`, if `turns` is not a positive integer, and for a `tol` or
+        `tol_per` out of range.
         """
-        check_integer("turns", turns, 1)
-        h = self.prelude(tokens)
-        for _ in range(turns):
-            h = self.block(h)
+        h, _ = turns_until_rest(self.block, self.prelude(tokens), turns, tol, tol_per, real)
         return self.head(self.coda(h))
 
     def states(self, tokens: Tensor, turns: int) -> list[Tensor]:
@@ -151,6 +161,8 @@ class LoopedLM(nn.Module):
         *,
         lengths: Tensor | None = None,
         pad: int = 0,
+        tol: float | None = None,
+        tol_per: Per = "sequence",
     ) -> Tensor:
         """Greedy continuation of a batch of prompts, `turns` turns for every new token.
 
@@ -158,6 +170,7 @@ class LoopedLM(nn.Module):
         lengths: [B] int64, each prompt's real length in 1..S (default: all S). The model is
             causal, so what stands right of a prompt cannot reach it.
         stop: generation of a row ends with this token, and altogether once every row has one.
+        tol, tol_per: as `forward`.
 
         Returns [B, S + N] int64, N <= `max_new_tokens`: each row is its prompt, directly after it
         the new tokens, then `pad`. Dropout is off, whatever mode the model is in.
@@ -194,7 +207,9 @@ class LoopedLM(nn.Module):
         made = 0
         while made < max_new_tokens and not done.all():
             ends = lengths + made
-            logits = self(out[:, : longest + made], turns)[rows, ends - 1]
+            seen = columns[: longest + made] < ends[:, None]
+            logits = self(out[:, : longest + made], turns, tol=tol, tol_per=tol_per, real=seen)
+            logits = logits[rows, ends - 1]
             new = torch.where(done, pad, logits.argmax(-1))
             out[rows, ends] = new
             made += 1

@@ -10,7 +10,7 @@ from ouro_models import checkpoint, greedy, model, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from stars_fast.models.ouro import OuroCache, OuroConfig, OuroForCausalLM, count_turns
-from stars_fast.models.ouro.exits import TurnCount, converged, exit_turns, gate_logits
+from stars_fast.models.ouro.exits import TurnCount, exit_turns, gate_logits
 
 GQA = {"num_key_value_heads": 2}
 
@@ -431,19 +431,42 @@ def test_generation_with_a_tolerance_takes_fewer_turns_and_gives_the_same_tokens
     assert torch.equal(stopped, greedy(net, ids, turns=60))
 
 
-def test_pads_do_not_keep_a_row_from_resting():
-    before, after = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
-    after[0, 0], after[1, 2] = 5.0, 5.0
-    real = torch.tensor([[False, True, True], [True, True, True]])
-    assert converged(before, after, 0.1, real).tolist() == [True, False]
-    assert converged(before, after, 0.1, None).tolist() == [False, False]
-
-
 def test_turns_are_counted_over_real_tokens():
     count = TurnCount(
         [torch.tensor([[2, 2], [4, 4]])], [torch.tensor([[True, False], [True, True]])]
     )
     assert count.per_token == pytest.approx(10 / 3)
+
+
+def test_a_token_that_rests_is_held_while_its_sequence_goes_on():
+    net, ids, limit = model(**GQA), tokens(3, 6), 40
+    options = {"turns": limit, "tol": 0.1, "tol_per": "token"}
+    out = net(ids, output_hidden_states=True, **options)
+    assert len(out.turns.unique()) > 2
+    assert int(out.turns.max()) < limit
+    states = out.hidden_states
+    assert len(states) == int(out.turns.max()) + 1
+    for turn, (before, after) in enumerate(pairwise(states), 1):
+        change = (after - before).norm(dim=-1) / after.norm(dim=-1)
+        assert torch.equal(out.turns > turn, change > 0.1)
+        assert torch.equal(out.turns < turn, change == 0)
+    for length in (1, 3):  # what comes later has no say in it
+        shorter = net(ids[:, :length], **options)
+        assert torch.equal(shorter.turns, out.turns[:, :length])
+        expected = out.logits[:, :length]
+        torch.testing.assert_close(shorter.logits, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_tolerance_per_token_in_generation():
+    """With a cache the keys of a token's last turn stand in for those of its held state: they
+    differ by about the tolerance."""
+    net, ids = model(**GQA), tokens(2, 4)
+    options = {"turns": 60, "tol": 1e-6, "tol_per": "token"}
+    with count_turns(net) as count:
+        cached = greedy(net, ids, **options)
+    assert 10 < count.per_token < 45
+    assert torch.equal(cached, greedy(net, ids, use_cache=False, **options))
+    assert torch.equal(cached, greedy(net, ids, turns=60))
 
 
 def test_a_tolerance_never_reached_changes_nothing():

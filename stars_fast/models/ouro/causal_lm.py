@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from stars_fast.models.adaptive import Per
 from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.export import drop_stale_weights, set_stop
@@ -73,6 +74,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         exit_at_step: int | None = None,
         exit_threshold: float | None = None,
         tol: float | None = None,
+        tol_per: Per = "sequence",
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
         output_hidden_states: bool | None = None,
@@ -91,7 +93,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             num_items_in_batch: divides the summed loss; the number of targets by default.
             skip_logits: compute the loss alone, without a tensor of all logits; by default in
                 training, where labels are given.
-            turns, exit_at_step, exit_threshold, tol, cu_seqlens and the rest: as
+            turns, exit_at_step, exit_threshold, tol, tol_per, cu_seqlens and the rest: as
                 `OuroModel.forward`; `cache` is another name of `past_key_values`.
 
         Raises:
@@ -117,6 +119,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             exit_at_step=exit_at_step,
             exit_threshold=exit_threshold,
             tol=tol,
+            tol_per=tol_per,
             cu_seqlens=cu_seqlens,
             cache=cache,
             output_hidden_states=output_hidden_states or trains_gate,

@@ -1,4 +1,4 @@
-"""When a token stops taking turns: the trained exit gate, and convergence of the state."""
+"""When a token leaves by the trained exit gate, and how many turns were taken."""
 
 from __future__ import annotations
 
@@ -79,15 +79,6 @@ def pick_states(states: list[Tensor], turns: Tensor) -> Tensor:
     for turn, state in enumerate(states[:-1]):
         picked = torch.where((turns == turn).unsqueeze(-1), state, picked)
     return picked
-
-
-def converged(before: Tensor, after: Tensor, tol: float, real: Tensor | None) -> Tensor:
-    """[B] boolean: of which sequences every (real) token changed by at most tol, relative to its
-    new state, in the L2 norm over D."""
-    wide = torch.promote_types(after.dtype, torch.float32)
-    change = (after.to(wide) - before.to(wide)).norm(dim=-1)
-    still = change <= tol * after.to(wide).norm(dim=-1)
-    return (still if real is None else still | ~real).all(-1)
 
 
 @dataclass

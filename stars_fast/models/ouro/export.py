@@ -70,7 +70,7 @@ def export_run(
     out = Path(out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"out: expected a new or empty folder, got {out}")
-    model, source = _model_of(run, step)
+    model, source = model_of(run, step)
     if turns is not None:
         model.config.total_ut_steps = turns
         check_config(model.config)
@@ -96,7 +96,7 @@ def _write(model: Any, source: str, folder: Path, max_shard_size: str) -> None:
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
 
 
-def _model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
+def model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
     """The model of a run or of a checkpoint, and where its tokenizer is."""
     from stars_fast.models.ouro.causal_lm import OuroForCausalLM
     from stars_fast.training.checkpoint import load_weights

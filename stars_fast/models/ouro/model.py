@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from stars_fast.checks import check_number
 from stars_fast.dual.tensor import Dual
+from stars_fast.models.adaptive import AdaptiveDepth, Per
 from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context
 from stars_fast.models.ouro.exits import (
-    converged,
     exit_turns,
     gate_logits,
     pick_states,
@@ -176,6 +175,7 @@ class OuroModel(OuroPreTrainedModel):
         exit_at_step: int | None = None,
         exit_threshold: float | None = None,
         tol: float | None = None,
+        tol_per: Per = "sequence",
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
         output_hidden_states: bool | None = None,
@@ -202,6 +202,8 @@ class OuroModel(OuroPreTrainedModel):
             tol: a sequence all of whose (new) tokens changed by at most this, relative, in a turn
                 takes no further turn; its keys and values stand in for those of the turns left
                 out. 0 for no such stop.
+            tol_per: "sequence", or "token": a token that rests keeps its state while others of its
+                sequence go on (`models.adaptive`).
             cu_seqlens: [n + 1] bounds of documents packed in a batch of one row.
             output_hidden_states: return the states before and after each turn.
             output_gates: return the gate's logits after each turn.
@@ -214,8 +216,7 @@ class OuroModel(OuroPreTrainedModel):
         h = self._embedded(input_ids, inputs_embeds)
         limit, threshold = turns_and_threshold(config, turns, exit_at_step, exit_threshold)
         tol = config.convergence_tol if tol is None else tol
-        if tol is not None:
-            check_number("tol", tol, 0.0)
+        depth = AdaptiveDepth(h, limit, tol, tol_per)
         given = past_key_values if cache is None else cache
         cache = self._cache(given, use_cache, limit, len(h))
         context = self.prepare(h, attention_mask, position_ids, cu_seqlens, cache)
@@ -228,29 +229,18 @@ class OuroModel(OuroPreTrainedModel):
             raise ValueError("exit_threshold: expected None with gate='ignored', which has no exit")
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states, gates = [h], []
-        executed = torch.full(h.shape[:2], limit, dtype=torch.int64, device=h.device)
-        rows: Tensor | None = None  # those that still take turns; None for all
-        part = context
-        for t in range(limit):
-            before = h if rows is None else h[rows]
-            after = self.turn(before, part, t)
-            h = after if rows is None else h.index_copy(0, rows, after)
+        part, rows = context, depth.rows
+        while depth.goes_on:
+            h = depth.step(h, self.turn(depth.of(h), part, depth.taken), context.real)
             if keep or threshold is not None:
                 states.append(h)
             if needs_gate:
                 gates.append(gate_logits(self.early_exit_gate, h))
-            if tol and t + 1 < limit:
-                done = converged(before, after, tol, part.real)
-                going = torch.nonzero(~done).squeeze(1)
-                if len(going) < len(done):
-                    everyone = torch.arange(len(h), device=h.device) if rows is None else rows
-                    executed[everyone[done]] = t + 1
-                    rows = everyone[going]
-                    part = context.take(rows)
-                if len(going) == 0:
-                    if cache is not None:
-                        cache.repeat_from(t + 1, h.shape[1])
-                    break
+            if depth.rows is not rows:
+                rows = depth.rows
+                part = context.take(rows)
+        if cache is not None and depth.taken < limit:
+            cache.repeat_from(depth.taken, h.shape[1])
         out = h
         stacked = torch.stack(gates) if gates else None
         if threshold is not None and stacked is not None:
@@ -260,7 +250,7 @@ class OuroModel(OuroPreTrainedModel):
             last_hidden_state=out,
             hidden_states=tuple(states) if keep else None,
             gates=stacked if output_gates else None,
-            turns=executed,
+            turns=depth.turns,
             real=context.real,
             starts=context.starts,
             **held,
