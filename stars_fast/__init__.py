@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stars_fast.analysis.singular import singular_moments
     from stars_fast.analysis.spectrum import spectral_radius
     from stars_fast.dual.explain import explain
     from stars_fast.dual.tensor import Dual

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -96,20 +97,21 @@ def test_readme_has_no_gaps():
 
 
 def test_readme_commands_are_understood():
-    from stars_fast.bench.command import options_of
-    from stars_fast.cli import _EXAMPLES
+    from stars_fast.cli import _EXAMPLES, _OWN_OPTIONS
     from stars_fast.training.config import load_config
     from stars_fast.training.recipes import recipe_names
 
-    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     text = "\n".join([*blocks("bash"), *(each for page in pages for each in bash(page)), _EXAMPLES])
-    shown = re.findall(r"(?:stars-fast|stars_fast\.cli) (\w+) ?([^#\n]*)", text)
+    shown = re.findall(r"(?:stars-fast|stars_fast\.cli) ([\w-]+) ?([^#\n]*)", text)
     assert len(shown) > 8
     for command, rest in shown:
-        assert command in ("train", "eval", "export", "bench", "recipes")
+        assert command in ("train", "export", "recipes", "lm-eval", *_OWN_OPTIONS)
         words = [word for word in shlex.split(rest) if word != "--resume"]
-        if command == "bench":
-            options_of(words)
+        if "--help" in words:
+            continue
+        if command in _OWN_OPTIONS:
+            import_module(f"stars_fast.{_OWN_OPTIONS[command]}.command").options_of(words)
         if command == "train" and not words[0].startswith("runs/"):
             assert words[0] in recipe_names()
             load_config(words[0], words[1:])

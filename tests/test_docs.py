@@ -1,0 +1,117 @@
+"""The documentation site builds without a warning and without a network, and is complete."""
+
+import os
+import re
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+import stars_fast
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for module in ("mkdocs", "material", "mkdocstrings", "latex2mathml"):
+        pytest.importorskip(module)
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(out)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return out
+
+
+def test_every_public_name_has_an_entry(site):
+    *_, names = (site / "objects.inv").read_bytes().split(b"\n", 4)
+    entries = {}
+    for line in zlib.decompress(names).decode().splitlines():
+        name, _, _, address, _ = line.split(" ", 4)
+        entries[name] = address
+    for name in stars_fast.__all__:
+        page = entries[f"stars_fast.{name}"].partition("#")[0]
+        assert page.startswith("api/")
+        assert f'id="stars_fast.{name}"' in (site / page).read_text()
+
+
+def test_every_page_is_in_the_navigation():
+    yaml = pytest.importorskip("yaml")
+
+    def leaves(entry):
+        if isinstance(entry, str):
+            return [entry]
+        parts = entry.values() if isinstance(entry, dict) else entry
+        return [leaf for part in parts for leaf in leaves(part)]
+
+    nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert sorted(nav) == sorted(pages | {"CHANGELOG.md", "benchmarks/README.md"})
+
+
+def test_the_reader_fetches_nothing(site):
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        assert not re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="(?:https?:)?//', text)
+    for style in site.rglob("*.css"):
+        assert not re.findall(r"url\(['\"]?(?:https?:)?//", style.read_text())
+
+
+def test_formulas_are_mathml(site):
+    assert (site / "mathematics.html").read_text().count("<math") > 100
+    for page in site.rglob("*.html"):
+        assert "arithmatex" not in page.read_text(), page
+
+
+def test_parts_of_the_readme_are_in(site):
+    home = (site / "index.html").read_text()
+    assert "fused_jsrr" in home
+    assert "over the plain block" in home
+    for page in site.rglob("*.html"):
+        assert "<!-- README" not in page.read_text(), page
+
+
+def blocks(page, language):
+    text = (DOCS / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+EXAMPLES = sorted(
+    page
+    for page in (path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    if blocks(page, "python")
+)
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_python_examples(page, tmp_path, monkeypatch):
+    """The blocks of a page, one after the other; those that want the reader's data compile."""
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in blocks(page, "python"):
+        if "ByteDance/Ouro-1.4B" in code:
+            pytest.importorskip("transformers")
+            from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+            tiny = tmp_path / "tiny"
+            if not tiny.exists():
+                write_tiny_ouro(tiny, remote_code=False)
+            code = code.replace("ByteDance/Ouro-1.4B", str(tiny))
+        compiled = compile(code, page, "exec")
+        if "train_dataset" not in code:
+            exec(compiled, names)
+
+
+def test_the_recipe_of_the_page_loads(tmp_path):
+    from stars_fast.training.config import load_config
+
+    (text,) = blocks("guides/recipes.md", "yaml")
+    path = tmp_path / "weak.yaml"
+    path.write_text(text)
+    config = load_config(str(path))
+    assert (config.name, config.penalty.weight, config.depth.law) == ("weak", 0.05, "poisson")
+    assert config.model.norm == "rmsnorm"
