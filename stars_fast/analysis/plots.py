@@ -23,11 +23,13 @@ def accuracy_against_turns(
     path: str | Path,
     *,
     title: str = "Exact match on unseen sums",
+    ylabel: str = "sums answered exactly",
     trained_depth: TrainedDepth | Mapping[str, TrainedDepth] | None = None,
 ) -> None:
     """Draw exact match against the number of turns, one line a label, and save it as PNG.
 
     accuracy: {label: {turns: accuracy in [0, 1]}}. Turns are on a logarithmic axis.
+    ylabel: what is counted as right.
     trained_depth: the turns of the training, a number or (fewest, most), shaded; or one of these
         for each label, drawn as a bar in the label's colour under the lines.
 
@@ -40,9 +42,9 @@ def accuracy_against_turns(
         for turns, value in points.items():
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"accuracy must be in [0, 1], got {value} for {label} at {turns}")
-    figure, (axis,) = _figure(1, width=7.5, height=4.4)
-    _accuracy_lines(axis, accuracy)
-    _turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
+    figure, (axis,) = new_figure(1, width=7.5, height=4.4)
+    _accuracy_lines(axis, accuracy, ylabel)
+    turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
     axis.set_title(title, loc="left", fontsize=11)
     if isinstance(trained_depth, Mapping):
         _depth_bars(axis, list(accuracy), trained_depth)
@@ -53,16 +55,57 @@ def accuracy_against_turns(
     _save(figure, path)
 
 
-def _accuracy_lines(axis: "Axes", accuracy: Mapping[str, Mapping[int, float]]) -> None:
+def accuracy_against_compute(
+    points: Mapping[str, Sequence[tuple[float, float]]],
+    path: str | Path,
+    *,
+    title: str = "Accuracy against compute",
+    ylabel: str = "accuracy",
+) -> None:
+    """Draw accuracy against the mean number of turns that a token took, one line a label, and save
+    it as PNG.
+
+    points: {label: [(mean turns, accuracy in [0, 1]), ...]}, drawn in the order of the turns.
+    ylabel: what is counted as right.
+
+    Raises ValueError if there is nothing to draw, an accuracy is outside [0, 1], or a mean number
+    of turns is not positive.
+    """
+    if not points or not all(points.values()):
+        raise ValueError(f"points must hold at least one point for every label, got {points}")
+    for label, pairs in points.items():
+        for turns, value in pairs:
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"points: accuracy must be in [0, 1], got {value} for {label}")
+            if not turns > 0:
+                raise ValueError(f"points: mean turns must be positive, got {turns} for {label}")
+    figure, (axis,) = new_figure(1, width=7.5, height=4.4)
+    for index, (label, pairs) in enumerate(points.items()):
+        _turns_line(axis, index, label, {turns: 100 * value for turns, value in pairs})
+    percent_axis(axis, ylabel)
+    turns_axis(axis, sorted({turns for pairs in points.values() for turns, _ in pairs}))
+    axis.set_xlabel("mean turns of the shared block per token at test time")
+    axis.set_title(title, loc="left", fontsize=11)
+    if len(points) > 1:
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    _save(figure, path)
+
+
+def _accuracy_lines(axis: "Axes", accuracy: Mapping[str, Mapping[int, float]], ylabel: str) -> None:
     for index, (label, points) in enumerate(accuracy.items()):
         percent = {turns: 100 * value for turns, value in points.items()}
         _turns_line(axis, index, label, percent)
+    percent_axis(axis, ylabel)
+
+
+def percent_axis(axis: "Axes", ylabel: str) -> None:
+    """An axis from 0 to 100, in percent."""
     axis.set_ylim(0, 103)
     axis.set_yticks(range(0, 101, 20), [f"{p} %" for p in range(0, 101, 20)])
-    axis.set_ylabel("sums answered exactly")
+    axis.set_ylabel(ylabel)
 
 
-def _turns_line(axis: "Axes", index: int, label: str, points: Mapping[int, float]) -> None:
+def _turns_line(axis: "Axes", index: int, label: str, points: Mapping[Any, float]) -> None:
     """One label's line; beyond as many as there are colours the lines are dashed."""
     places = sorted(points)
     axis.plot(
@@ -98,13 +141,13 @@ def accuracy_and_radius(
         raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
     if list(radius) != list(accuracy):
         raise ValueError(f"radius must have the labels {list(accuracy)}, got {list(radius)}")
-    figure, (above, below) = _figure(2, width=7.5, height=7.6)
-    _accuracy_lines(above, accuracy)
+    figure, (above, below) = new_figure(2, width=7.5, height=7.6)
+    _accuracy_lines(above, accuracy, "sums answered exactly")
     for index, (label, points) in enumerate(radius.items()):
         _turns_line(below, index, label, points)
     below.axhline(1.0, color="#888888", linewidth=0.8)
     below.set_ylabel("spectral radius")
-    _turns_axis(below, sorted({t for points in accuracy.values() for t in points}))
+    turns_axis(below, sorted({t for points in accuracy.values() for t in points}))
     above.set_title(title, loc="left", fontsize=11)
     above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     _save(figure, path)
@@ -126,12 +169,12 @@ def loss_against_turns(
     """
     if not losses or not all(losses.values()):
         raise ValueError(f"losses must hold at least one point for every label, got {losses}")
-    figure, (axis,) = _figure(1, width=7.5, height=4.4)
+    figure, (axis,) = new_figure(1, width=7.5, height=4.4)
     for index, (label, points) in enumerate(losses.items()):
         places = sorted(points)
         values = [points[t] for t in places]
         axis.plot(places, values, label=label, color=_colour(index), marker=MARKERS[index % 7])
-    _turns_axis(axis, sorted({t for points in losses.values() for t in points}))
+    turns_axis(axis, sorted({t for points in losses.values() for t in points}))
     axis.set_ylabel("token loss (nats)")
     axis.set_title(title, loc="left", fontsize=11)
     if trained_depth is not None:
@@ -169,7 +212,7 @@ def training_curves(
     ]
     if not panels:
         raise ValueError("runs must hold rows with loss, penalty, grad_norm or lr, got none")
-    figure, axes = _figure(len(panels), width=8.0, height=1.9 * len(panels) + 0.6)
+    figure, axes = new_figure(len(panels), width=8.0, height=1.9 * len(panels) + 0.6)
     for axis, (key, name, scale) in zip(axes, panels, strict=True):
         for index, (label, rows) in enumerate(by_label.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
@@ -201,15 +244,17 @@ def _curve(axis: "Axes", points: list[tuple[int, float]], colour: str, label: st
     axis.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
 
 
-def _turns_axis(axis: "Axes", turns: list[int]) -> None:
+def turns_axis(axis: "Axes", turns: Sequence[float]) -> None:
+    """A logarithmic axis from the first to the last of `turns`, which rise."""
     from matplotlib.ticker import NullLocator
 
     first, last = turns[0], turns[-1]
-    ticks = [2**k for k in range(last.bit_length()) if first <= 2**k <= last]
+    ticks = [2**k for k in range(int(last).bit_length()) if first <= 2**k <= last]
     room = 0.09 * math.log2(last / first)  # narrower than this, two labels touch
     ticks = [t for t in ticks if math.log2(last / t) > room] + [last]
+    ticks = ticks if len(ticks) > 1 else sorted({first, last})
     axis.set_xscale("log", base=2)
-    axis.set_xticks(ticks, [str(t) for t in ticks])
+    axis.set_xticks(ticks, [f"{t:.3g}" for t in ticks])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_xlim(first / 1.1, last * 1.1)
     axis.set_xlabel("turns of the shared block at test time")
@@ -261,7 +306,11 @@ def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
-def _figure(panels: int, width: float, height: float) -> "tuple[Figure, list[Axes]]":
+def new_figure(
+    panels: int, width: float, height: float, columns: int = 1
+) -> "tuple[Figure, list[Axes]]":
+    """An empty figure of so many inches, and its panels row by row; with several columns they share
+    the vertical axis too. Raises ImportError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -269,7 +318,12 @@ def _figure(panels: int, width: float, height: float) -> "tuple[Figure, list[Axe
         raise ImportError('figures need matplotlib: pip install "stars-fast[train]"') from error
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(panels, 1, sharex=True, squeeze=False)[:, 0])
+    rows = -(-panels // columns)
+    grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False)
+    axes = list(grid.flat)
+    for unused in axes[panels:]:
+        unused.remove()
+    axes = axes[:panels]
     for axis in axes:
         axis.grid(True, color="#dddddd", linewidth=0.6)
         axis.set_axisbelow(True)

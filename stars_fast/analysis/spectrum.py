@@ -1,8 +1,9 @@
 """The spectral radius of a looped block at a state: how fast its turns converge there.
 
-Both methods only apply the Jacobian, through `fused_jvp`. Power iteration runs the whole batch at
-once; Arnoldi (SciPy's ARPACK) takes samples one by one and needs far fewer products where several
-eigenvalues have nearly the same modulus.
+All methods only apply the Jacobian, through `fused_jvp`. Power iteration and Krylov spaces run the
+whole batch at once; Arnoldi (SciPy's ARPACK) takes samples one by one. Where several eigenvalues
+have nearly the same modulus the latter two need far fewer products, and power iteration may settle
+below the radius.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from stars_fast.analysis.krylov import krylov_radius
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows, sample_of
 
@@ -27,7 +29,7 @@ def spectral_radius(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     mask: Tensor | None = None,
-    method: Literal["power", "arnoldi"] = "power",
+    method: Literal["krylov", "power", "arnoldi"] = "krylov",
     steps: int = 200,
     tol: float = 1e-4,
     generator: torch.Generator | None = None,
@@ -41,8 +43,9 @@ def spectral_radius(
         args, kwargs: further arguments of `block`. For "arnoldi", tensors among them whose first
             dimension is B are cut along with `h`.
         mask: [B, S] for h [B, S, D], True for real tokens: the Jacobian is restricted to them.
-        method: "power" (all samples at once) or "arnoldi" (ARPACK, one sample at a time).
-        steps: most products with the Jacobian ("power") or restarts ("arnoldi") per sample.
+        method: "krylov" (all samples at once, keeps up to 65 states), "power" (all at once, keeps
+            two; may settle below the radius) or "arnoldi" (ARPACK, one sample at a time).
+        steps: most products with the Jacobian, or restarts ("arnoldi"), per sample.
         tol: relative accuracy at which to stop.
         generator: of the random start.
 
@@ -54,13 +57,13 @@ def spectral_radius(
         RuntimeError: ARPACK found no eigenvalue within `steps` restarts; the sample is named.
 
     Warns:
-        RuntimeWarning: power iteration did not settle to `tol` within `steps`; the last estimate is
-            returned.
+        RuntimeWarning: power iteration or the Krylov space did not settle to `tol` within `steps`;
+            the last estimate is returned.
     """
     if not isinstance(h, Tensor) or not h.is_floating_point():
         raise TypeError("h: expected a floating-point tensor")
-    if method not in ("power", "arnoldi"):
-        raise ValueError(f"method: expected 'power' or 'arnoldi', got {method!r}")
+    if method not in ("krylov", "power", "arnoldi"):
+        raise ValueError(f"method: expected 'krylov', 'power' or 'arnoldi', got {method!r}")
     if steps < 2:
         raise ValueError(f"steps: expected at least 2, got {steps!r}")
     if not 0 < tol < 1:
@@ -69,18 +72,33 @@ def spectral_radius(
     kwargs = kwargs or {}
     start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
     with torch.no_grad():
-        if method == "power":
+        if method != "arnoldi":
 
             def apply(v: Tensor) -> Tensor:
                 jv = fused_jvp(block, h, v.to(h.dtype), args=args, kwargs=kwargs)[1].to(rows.dtype)
                 return jv if rows.valid is None else jv * rows.valid
 
-            return _power(apply, start if rows.valid is None else start * rows.valid, steps, tol)
+            start = start if rows.valid is None else start * rows.valid
+            if method == "power":
+                return _power(apply, start, steps, tol)
+            found = krylov_radius(apply, start, steps=steps, tol=tol)
+            _warn_unsettled(int((~found.settled).sum()), len(start), steps, tol)
+            return found.radius.to(rows.dtype)
         radii = [
             _arnoldi(block, h, (args, kwargs), rows, start, index, steps, tol)
             for index in range(h.shape[0])
         ]
     return torch.tensor(radii, dtype=rows.dtype, device=h.device)
+
+
+def _warn_unsettled(unsettled: int, samples: int, steps: int, tol: float) -> None:
+    if unsettled:
+        warnings.warn(
+            f"spectral_radius: {unsettled} of {samples} samples are not within tol={tol:g} after "
+            f"{steps} products; raise steps, or use method='arnoldi'",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 # -- power iteration
@@ -137,14 +155,7 @@ def _power(apply: Operator, start: Tensor, steps: int, tol: float) -> Tensor:
         previous = v
         v, growth = _unit(w)
     else:
-        unsettled = int((settled < 1).sum())
-        if unsettled:
-            warnings.warn(
-                f"spectral_radius: {unsettled} of {len(radius)} samples changed by more than "
-                f"tol={tol:g} in the last of {steps} steps; raise steps, or use method='arnoldi'",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+        _warn_unsettled(int((settled < 1).sum()), len(radius), steps, tol)
     return radius.to(start.dtype)
 
 

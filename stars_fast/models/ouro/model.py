@@ -236,7 +236,7 @@ class OuroModel(OuroPreTrainedModel):
                 states.append(h)
             if needs_gate:
                 gates.append(gate_logits(self.early_exit_gate, h))
-            if depth.rows is not rows:
+            if depth.rows is not None and depth.rows is not rows:
                 rows = depth.rows
                 part = context.take(rows)
         if cache is not None and depth.taken < limit:

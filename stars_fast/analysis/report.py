@@ -1,0 +1,91 @@
+"""The files of an analysis: a page to read, the numbers, the pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from stars_fast.analysis.dynamics_figures import (
+    colour_of,
+    overview,
+    paths_picture,
+    quantity_picture,
+    reach_of,
+)
+from stars_fast.analysis.measure import PATHS, Measured, Plan
+from stars_fast.analysis.page import Picture, page
+from stars_fast.analysis.quantities import QUANTITIES
+from stars_fast.analysis.record import record
+from stars_fast.analysis.subjects import Request
+from stars_fast.bench.machine import describe
+from stars_fast.training.durable import write_text
+from stars_fast.training.tree import ConfigError
+
+READ_PATHS = (
+    f"The states of one token of each sample (at most {PATHS}), in the plane in which they move "
+    "most: each line is a sample, each dot a turn, the circle its start and the square its end. In "
+    "the picture of the second half, the last state is the centre and 1 the largest norm, "
+    "on the same scale for all runs: a state at rest is a spot, a cycle a ring or a star of the "
+    "same few points, and a state that leaves a ray."
+)
+
+
+def write_report(
+    runs: Mapping[str, Measured], out: Path, plan: Plan, request: Request, tol: float
+) -> dict[str, Any]:
+    """Write analysis.html, analysis.json, analysis.png and paths.png into the folder `out`, and
+    return what `record` says of each run.
+
+    runs: by label. plan, request: what was measured, and of what. tol: residual at rest.
+
+    Raises ConfigError if `out` can't be written.
+    """
+    found = record(runs, tol)
+    settings = asdict(plan) | asdict(request) | {"device": str(request.device), "rest": tol}
+    machine = describe(request.device)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "analysis.png").write_bytes(overview(runs))
+        (out / "paths.png").write_bytes(paths_picture(runs))
+        content = {"settings": settings, "machine": machine, "runs": found}
+        write_text(out / "analysis.json", json.dumps(content, allow_nan=False) + "\n")
+        colours = [colour_of(index) for index in range(len(runs))]
+        shown = page(found, pictures(runs), _settings(settings, machine), colours)
+        write_text(out / "analysis.html", shown)
+    except OSError as error:
+        raise ConfigError(f"--out: can't write to {out}: {error.strerror}") from error
+    return found
+
+
+def pictures(runs: Mapping[str, Measured]) -> list[Picture]:
+    """Those of the page, in their order."""
+    shown = [q for q in QUANTITIES if any(q.values(run) is not None for run in runs.values())]
+    found = [Picture(q.title, q.read, {"": quantity_picture(q, runs)}) for q in shown]
+    reach = reach_of(runs)
+    paths = {label: paths_picture({label: run}, reach) for label, run in runs.items()}
+    return [
+        found[0]._replace(wide=True),
+        Picture("Paths of the states", READ_PATHS, paths, wide=True),
+        *found[1:],
+    ]
+
+
+def _settings(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[str, Any]:
+    """For people."""
+    return {
+        "turns": settings["turns"],
+        "Jacobian after turns": ", ".join(map(str, settings["jacobian_at"])),
+        "samples": f"{settings['samples']} at most, {settings['batch']} at once",
+        "token of the paths": f"{settings['place']} of those to be predicted",
+        "at rest": f"residual below {settings['rest']:g}",
+        "random directions": f"{settings['probes']} for the moments; seed {settings['seed']}",
+        "radius": f"Krylov spaces, to {settings['tol']:g} or 200 products",
+        "arithmetic": "float32; norms in float64",
+        "machine": f"{machine['device']}, {machine['threads']} threads",
+        "versions": f"stars_fast {machine['stars_fast']} ({machine['commit']}), torch "
+        f"{machine['torch']}, Python {machine['python']}",
+        "date": machine["date"],
+    }

@@ -1,0 +1,164 @@
+"""What the samples of a run do over the turns, and the run in one row of figures."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stars_fast.analysis.measure import Measured
+from stars_fast.analysis.trajectory import Trajectory, convergence_turns, overflow_turns
+
+GROWTH = 1.25
+"""A norm that grows by more over the second half of the turns does not come to rest."""
+RETURNED = 0.1
+"""A state that comes back to this part of a step has closed a cycle."""
+SHRUNK = 0.75
+"""Steps that are smaller at the end than this part of those half-way still shrink."""
+
+KINDS = {
+    "overflows": "a state is not finite",
+    "converges": "the residual is below the tolerance at the end",
+    "approaches": "the steps shrink by a quarter or more over the second half of the turns",
+    "grows": "the norm grows by more than a quarter over the second half of the turns",
+    "cycles": "the state comes back to where it was after a period, and its steps don't shrink",
+    "wanders": "none of the above",
+}
+"""What a sample can do; the first that holds counts."""
+
+
+def kinds(found: Trajectory, tol: float) -> list[str]:
+    """What each sample does, one of `KINDS`; `tol` is the tolerance for the residual."""
+    half = found.turns // 2
+    rest, over = convergence_turns(found.residual, tol), overflow_turns(found.finite)
+    periods, steps = cycle_periods(found), found.residual * found.norm[:-1]
+    kinds = []
+    for i in range(found.norm.shape[1]):
+        if over[i] is not None:
+            kinds.append("overflows")
+        elif rest[i] is not None:
+            kinds.append("converges")
+        elif _shrinks(steps[:, i], half):
+            kinds.append("approaches")
+        elif found.norm[-1, i] > GROWTH * found.norm[half, i]:
+            kinds.append("grows")
+        else:
+            kinds.append("cycles" if periods[i] else "wanders")
+    return kinds
+
+
+def _shrinks(steps: Tensor, half: int) -> bool:
+    """Compared over a few turns each, as the steps of a cycle differ."""
+    few = max(1, len(steps) // 8)
+    return bool(steps[-few:].mean() < SHRUNK * steps[half : half + few].mean())
+
+
+def cycle_periods(found: Trajectory) -> list[int | None]:
+    """The period of each sample's cycle: the fewest turns, 2 or more, before the end at which the
+    state was where it is at the end, and at twice as many again. None where it never was."""
+    step = found.to_last[-2]
+    for_all: list[int | None] = []
+    for i in range(len(step)):
+        distance = found.to_last[:, i].flip(0).tolist()  # by turns before the end
+        limit = RETURNED * float(step[i])
+        periods = (
+            p
+            for p in range(2, found.turns // 3 + 1)
+            if distance[p] < limit and distance[2 * p] < 2 * limit
+        )
+        for_all.append(next(periods, None))
+    return for_all
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The row of a run in the table.
+
+    trained: the turns after which the first figures hold: of those with a Jacobian the most that
+        the training went to, else the fewest. deepest: the most.
+    radius, residual, quality, r4: (at `trained`, at the end); medians over samples, `quality` of
+        the task. None where there is no number.
+    contracting: samples with a radius below 1 at `deepest`; measured: those that have one.
+    converged: samples that come to rest; convergence: the median of the turn from which they do.
+    spread: of the last states of the samples; see `Measured`.
+    growth: the norm at the end over that at `trained`, the median.
+    kinds: how many samples do what.
+    """
+
+    trained: int
+    deepest: int
+    turns: int
+    samples: int
+    radius: tuple[float | None, float | None]
+    residual: tuple[float | None, float | None]
+    quality: tuple[float | None, float | None]
+    quality_name: str
+    r4: tuple[float | None, float | None]
+    contracting: int
+    measured: int
+    converged: int
+    convergence: float | None
+    growth: float | None
+    spread: float | None
+    kinds: dict[str, int]
+
+
+def summarise(found: Measured, tol: float) -> Summary:
+    """The summary of a run, with `tol` for the residual of a state at rest."""
+    path, spectra = found.trajectory, found.jacobian
+    trained_turns = found.subject.trained
+    most = trained_turns[1] if isinstance(trained_turns, tuple) else trained_turns
+    trained = max((t for t in spectra if t <= most), default=min(spectra))
+    deepest = max(spectra)
+    radii = spectra[deepest].radius
+    rest = [t for t in convergence_turns(path.residual, tol) if t is not None]
+    quality = found.loss if found.accuracy is None else found.accuracy
+    last = path.turns
+    return Summary(
+        trained=trained,
+        deepest=deepest,
+        turns=last,
+        samples=path.norm.shape[1],
+        radius=(median(spectra[trained].radius), median(radii)),
+        residual=(median(path.residual[min(trained, last - 1)]), median(path.residual[-1])),
+        quality=(number(quality[trained]), number(quality[last])),
+        quality_name="token loss" if found.accuracy is None else "accuracy",
+        r4=(median(spectra[trained].r4), median(spectra[deepest].r4)),
+        contracting=int((radii < 1).sum()),
+        measured=int(radii.isfinite().sum()),
+        converged=len(rest),
+        convergence=median(torch.tensor(rest).double()) if rest else None,
+        growth=median(path.norm[-1] / path.norm[trained]),
+        spread=number(float(found.spread[-1])),
+        kinds=dict(Counter(kinds(path, tol)).most_common()),
+    )
+
+
+def median(values: Tensor) -> float | None:
+    """Of the finite ones; None if there are none."""
+    finite = values[values.isfinite()]
+    return float(finite.quantile(0.5)) if len(finite) else None
+
+
+def quartiles(values: Tensor) -> Tensor:
+    """[3, n]: the lower quartile, the median and the upper of each row of `values` [n, B], of the
+    finite ones; NaN where these are less than half, and would stand for others than themselves."""
+    finite = values.isfinite()
+    parts = torch.tensor([0.25, 0.5, 0.75], dtype=values.dtype)
+    found = torch.where(finite, values, torch.nan).nanquantile(parts, dim=1)
+    return torch.where(2 * finite.sum(1) >= values.shape[1], found, torch.nan)
+
+
+def number(value: float) -> float | None:
+    """A number for JSON: None where it is not finite."""
+    return value if math.isfinite(value) else None
+
+
+def sequence(values: Sequence[float] | Tensor) -> list:
+    """The same for all of a tensor or list, at any depth."""
+    plain = values.tolist() if isinstance(values, Tensor) else values
+    return [sequence(v) if isinstance(v, list) else number(v) for v in plain]

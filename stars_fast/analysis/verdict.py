@@ -1,0 +1,101 @@
+"""What the numbers of an analysis say, in words."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from stars_fast.analysis.measure import Measured
+from stars_fast.analysis.summary import Summary, cycle_periods, kinds
+from stars_fast.analysis.trajectory import Trajectory, overflow_turns
+
+EDGE = 0.02
+"""A radius nearer to 1 says neither that a state contracts nor that it expands."""
+MOST = 0.9
+"""The part of the samples that stands for all."""
+SAME = 0.01
+"""A spread of the last states below this means that nothing is left of what tells samples apart."""
+WORSE = 0.1
+"""A loss of accuracy that is worth a word."""
+
+
+def verdict(found: Measured, summary: Summary, tol: float) -> str:
+    """Sentences: the Jacobian at depth, what the states do, what that does to the task. `tol` is
+    the tolerance of the summary."""
+    sentences = (
+        _radius(summary),
+        _motion(found, summary, tol),
+        _meeting(found, summary),
+        _quality(summary),
+    )
+    return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _radius(summary: Summary) -> str:
+    inside, measured, deepest = summary.contracting, summary.measured, summary.deepest
+    if not measured:
+        return f"No Jacobian at turn {deepest}: no state there is finite."
+    share = inside / measured
+    assert summary.radius[1] is not None
+    if abs(summary.radius[1] - 1) < EDGE:
+        head = "On the edge at depth"
+    elif share >= MOST:
+        head = "Contracts at depth"
+    else:
+        head = "Expands at depth" if share <= 1 - MOST else "Mixed at depth"
+    shown = f"radius below 1 for {inside} of {measured} samples"
+    return f"{head}: {shown} at turn {deepest} (median {summary.radius[1]:.3g})."
+
+
+def _motion(found: Measured, summary: Summary, tol: float) -> str:
+    samples, last = summary.samples, summary.turns
+    parts = []
+    for kind, count in summary.kinds.items():
+        who = f"{count} of {samples}"
+        if kind == "overflows":
+            first = min(t for t in overflow_turns(found.trajectory.finite) if t is not None)
+            parts.append(f"{who} overflow, the first at turn {first}")
+        elif kind == "converges":
+            assert summary.convergence is not None
+            since = f"from turn {math.ceil(summary.convergence)} on in the median"
+            parts.append(f"{who} come to rest (residual below {tol:g} {since})")
+        elif kind == "grows":
+            grown = f"by the factor {summary.growth:.3g} since turn {summary.trained}"
+            parts.append(f"{who} keep growing (their norm {grown})")
+        elif kind == "approaches":
+            parts.append(f"{who} still approach a fixed point at turn {last}")
+        elif kind == "cycles":
+            parts.append(f"{who} go round in a cycle{_period(found.trajectory, tol)}")
+        else:
+            parts.append(f"{who} move on without settling")
+    return ", ".join(parts) + "."
+
+
+def _meeting(found: Measured, summary: Summary) -> str:
+    if found.paths is None or summary.spread is None or len(found.paths.points) < 2:
+        return ""
+    return "All samples end in the same state." if summary.spread < SAME else ""
+
+
+def _period(path: Trajectory, tol: float) -> str:
+    own = zip(cycle_periods(path), kinds(path, tol), strict=True)
+    periods = Counter(p for p, kind in own if kind == "cycles").most_common()
+    if len(periods) == 1:
+        return f" of {periods[0][0]} turns"
+    return f", most often of {periods[0][0]} turns"
+
+
+def _quality(summary: Summary) -> str:
+    before, after = summary.quality
+    trained, last = summary.trained, summary.turns
+    if before is None or after is None or trained >= last:
+        return ""
+    if summary.quality_name == "token loss":
+        return f"Token loss: {before:.3f} nats at turn {trained}, {after:.3f} at {last}."
+    if abs(before - after) < 0.005:
+        return f"Accuracy stays at {after:.1%} from turn {trained} to {last}."
+    word = "falls" if after < before else "rises"
+    moved = f"Accuracy {word} from {before:.1%} at turn {trained} to {after:.1%} at {last}."
+    if before - after > WORSE and summary.converged >= MOST * summary.samples:
+        return f"{moved} So the states come to rest, but not at the answer."
+    return moved
