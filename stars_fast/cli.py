@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == ["train"]:  # its options are the fields of the configuration
             return _train(words[1:])
+        if words[:1] == ["lm-eval"]:  # its options are lm-eval's
+            from stars_fast.evaluation.lm_command import main as lm_eval
+
+            return lm_eval(words[1:])
         if words and words[0] in _OWN_OPTIONS:
             command = import_module(f"stars_fast.{_OWN_OPTIONS[words[0]]}.command")
             return int(command.main(words[1:]))
@@ -68,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("train", help="train a recipe, or continue a run")
 
     commands.add_parser("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
+    commands.add_parser("lm-eval", help="lm-eval's own command line, with the model stars_fast")
     commands.add_parser("analyze", help="how the state moves over the turns, and its Jacobian")
     commands.add_parser("study", help="the paper's studies by name: train, evaluate, compare")
 

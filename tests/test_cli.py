@@ -40,6 +40,19 @@ def test_train_resume_and_eval(here, capsys):
     assert written["samples"] == {"runs/tiny": 20, "runs/again": 20}
     assert written["accuracy"]["runs/again"].keys() == {"1", "2", "8"}
     assert (here / "runs/tiny/evaluation.png").exists()
+    assert "adaptive" not in written
+
+    words = ["eval", "runs/tiny", "--turns", "1,8", "--limit", "20", "--tol", "0,0.5", "--out", "e"]
+    assert main(words) == 0
+    adaptive = json.loads((here / "e/evaluation.json").read_text())["adaptive"]["runs/tiny"]
+    assert list(adaptive) == ["sequence", "token"]
+    for points in adaptive.values():
+        assert points["0.0"]["turns"] == 8 > points["0.5"]["turns"] >= 1
+    assert (here / "e/compute.png").exists()
+    assert main([*words, "--tol-per", "token"]) == 0
+    assert list(json.loads((here / "e/evaluation.json").read_text())["adaptive"]["runs/tiny"]) == [
+        "token"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +67,7 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "tiny.yaml", "--train_file", "none.jsonl"], "none.jsonl"),
         (["eval", "nowhere"], "nowhere is not a run folder"),
         (["eval", "tiny", "--turns", "1,x"], "expected a positive integer, got 'x'"),
+        (["eval", "tiny", "--tol", "0.1,1"], "--tol must be in [0, 1), got 0.1,1.0"),
         ([], "required"),
     ],
 )

@@ -79,7 +79,7 @@ def accuracy_against_compute(
                 raise ValueError(f"points: accuracy must be in [0, 1], got {value} for {label}")
             if not turns > 0:
                 raise ValueError(f"points: mean turns must be positive, got {turns} for {label}")
-    figure, (axis,) = new_figure(1, width=7.5, height=4.4)
+    figure, (axis,) = new_figure(1, width=7.5, height=5.0)
     for index, (label, pairs) in enumerate(points.items()):
         _turns_line(axis, index, label, {turns: 100 * value for turns, value in pairs})
     percent_axis(axis, ylabel)
@@ -87,7 +87,7 @@ def accuracy_against_compute(
     axis.set_xlabel("mean turns of the shared block per token at test time")
     axis.set_title(title, loc="left", fontsize=11)
     if len(points) > 1:
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        figure.legend(frameon=False, loc="outside lower center", ncols=2)  # labels are long
     _save(figure, path)
 
 

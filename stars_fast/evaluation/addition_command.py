@@ -1,0 +1,128 @@
+"""`stars-fast eval RUN...`: exact match of runs of the addition study, at each number of turns and,
+with `--tol`, where turns end at rest."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
+from stars_fast.evaluation.addition import evaluate
+from stars_fast.evaluation.report import labels_of
+from stars_fast.models.adaptive import Per
+from stars_fast.training.tree import ConfigError
+
+Curve = dict[int, float]
+Curves = dict[Per, dict[float, Point]]
+"""What adaptive depth gives, by what rests and by tolerance."""
+
+
+def run_addition(
+    runs: Sequence[str],
+    turns: Sequence[int],
+    limit: int,
+    step: int | None,
+    out: Path,
+    tols: Sequence[float] = (),
+    per: Sequence[Per] = ("sequence", "token"),
+) -> None:
+    """Evaluate, print tables, and write evaluation.json, evaluation.png and, with tolerances,
+    compute.png to `out`.
+
+    Raises ConfigError for a run that is not there, or whose data can't be made, and for a tolerance
+    out of range.
+    """
+    from stars_fast.analysis.plots import accuracy_against_compute, accuracy_against_turns
+    from stars_fast.data.addition import AdditionData
+    from stars_fast.training.addition import load_model
+
+    if any(not 0 <= tol < 1 for tol in tols):
+        raise ConfigError(f"--tol must be in [0, 1), got {','.join(map(str, tols))}")
+    loaded = {str(run): load_model(run, step) for run in runs}
+    accuracy: dict[str, Curve] = {}
+    adaptive: dict[str, Curves] = {}
+    samples = {}
+    for run, (model, config) in loaded.items():
+        try:
+            data = AdditionData(config.data)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{run}: data: {error}") from error
+        accuracy[run] = evaluate(model, data, turns, limit=limit)
+        samples[run] = min(limit, len(data.test))
+        if tols:
+            adaptive[run] = {
+                each: evaluate_adaptive(model, data, tols, max(turns), each, limit) for each in per
+            }
+    labels = labels_of({run: config.name for run, (_, config) in loaded.items()})
+    print(_table({labels[run]: values for run, values in accuracy.items()}))
+
+    out.mkdir(parents=True, exist_ok=True)
+    written: dict[str, Any] = {"samples": samples, "accuracy": accuracy}
+    if tols:
+        written["adaptive"] = {
+            run: {each: {t: p._asdict() for t, p in points.items()} for each, points in by.items()}
+            for run, by in adaptive.items()
+        }
+    (out / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
+    accuracy_against_turns(
+        {labels[run]: values for run, values in accuracy.items()},
+        out / "evaluation.png",
+        title="Exact match on unseen sums",
+        trained_depth={labels[run]: config.trained_turns for run, (_, config) in loaded.items()},
+    )
+    made = [out / "evaluation.json", out / "evaluation.png"]
+    if tols:
+        for run, by in adaptive.items():
+            print(f"\n{labels[run]}, at most {max(turns)} turns\n{_adaptive_table(by)}")
+        accuracy_against_compute(
+            _lines(labels, accuracy, adaptive),
+            out / "compute.png",
+            title="Exact match on unseen sums",
+            ylabel="sums answered exactly",
+        )
+        made.append(out / "compute.png")
+    print(f"written: {', '.join(map(str, made))}")
+
+
+def _lines(
+    labels: Mapping[str, str], accuracy: Mapping[str, Curve], adaptive: Mapping[str, Curves]
+) -> dict[str, list[tuple[float, float]]]:
+    """(mean turns, accuracy) at fixed depths and by tolerance, for the figure."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for run, label in labels.items():
+        lines[f"{label}, fixed"] = [(float(t), value) for t, value in accuracy[run].items()]
+        for per, points in adaptive[run].items():
+            lines[f"{label}, rest per {per}"] = [(p.turns, p.accuracy) for p in points.values()]
+    return lines
+
+
+def _adaptive_table(found: Curves) -> str:
+    """A row for each tolerance; for what rests the mean turns, the accuracy, and the share of
+    tokens that was still moving."""
+    rows = [["tol", *(f"per {each}: {w}" for each in found for w in ("turns", "right", "moving"))]]
+    for tol in next(iter(found.values())):
+        row = [f"{tol:g}"]
+        for points in found.values():
+            point = points[tol]
+            row += [f"{point.turns:.1f}", f"{point.accuracy:.1%}", f"{point.at_limit:.1%}"]
+        rows.append(row)
+    return _aligned(rows)
+
+
+def _table(accuracy: dict[str, dict[int, float]]) -> str:
+    """Turns down, runs across, exact match in percent."""
+    turns = next(iter(accuracy.values()))
+    rows = [["turns", *accuracy]]
+    rows += [
+        [str(turn), *(f"{100 * values[turn]:.1f} %" for values in accuracy.values())]
+        for turn in turns
+    ]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )

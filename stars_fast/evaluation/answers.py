@@ -1,0 +1,90 @@
+"""Whether a response gives the right number, or the right mathematical object.
+
+What counts of a response is what it puts in a box (`\\boxed{...}`), the last one; without a box its
+last number. Numbers are compared by value, exactly: 18, 18.0, $18 and 18. are one, and so are 1800
+and 1,800.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from stars_fast.training.optional import need
+
+# A minus after a letter, a digit or a bracket is a difference, not a sign.
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w).])-)?"
+    r"(?P<value>(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    r"(?:/(?P<below>[1-9]\d*))?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{(-?\d+)\}\s*\{(\d+)\}")
+_UNIT = re.compile(r"\([^)]*\)")
+_BOX = "\\boxed{"
+
+
+def score_number(doc: Mapping[str, Any], responses: Sequence[str]) -> dict[str, int]:
+    """lm-eval's `process_results` of ASDiv, SVAMP and GSM8K, whose answers are in `answer` or
+    `Answer`, GSM8K's behind a solution and ####."""
+    target = doc["answer"] if "answer" in doc else doc["Answer"]
+    return {"exact_match": int(same_answer(responses[0], str(target).rpartition("####")[2]))}
+
+
+def score_math(doc: Mapping[str, Any], responses: Sequence[str]) -> dict[str, int]:
+    """lm-eval's `process_results` of AMC23: math-verify compares with `answer`."""
+    checker = need("math_verify", "mathematical answers")
+    gold = checker.parse(f"\\boxed{{{doc['answer']}}}")
+    return {"math_verify": int(checker.verify(gold, checker.parse(responses[0])))}
+
+
+def same_answer(response: str, target: str) -> bool:
+    """Whether `response` ends in the answer `target`.
+
+    A target may name units in brackets, "9 (apples)". Of one with several numbers, "3:2", all are
+    wanted, in their order; one without a number, "Jan (is taller)", has to stand in the box, or
+    else in the last line.
+    """
+    target = _UNIT.sub(" ", target)
+    box = boxed(response)
+    wanted = numbers_in(target)
+    if wanted:
+        found = numbers_in(box or "") or numbers_in(response)
+        return found[-len(wanted) :] == wanted
+    lines = response.strip().splitlines() or [""]
+    said = lines[-1] if box is None else box
+    return _words(target) != [] and _contains(_words(said), _words(target))
+
+
+def boxed(text: str) -> str | None:
+    """What the last \\boxed{...} of a text holds; None without one that is closed."""
+    start = text.rfind(_BOX)
+    if start < 0:
+        return None
+    depth, start = 1, start + len(_BOX)
+    for i in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start:i]
+    return None
+
+
+def numbers_in(text: str) -> list[Fraction]:
+    """The numbers in a text, in their order: integers, decimals, fractions, thousands between
+    commas, in LaTeX or not."""
+    text = text.replace("−", "-").replace("{,}", ",").replace("\\!", "").replace("\\$", "$")
+    text = _FRACTION.sub(r"\1/\2", text).replace("$", "")
+    found = []
+    for match in _NUMBER.finditer(text):
+        value = Fraction(match["value"].replace(",", "")) / int(match["below"] or 1)
+        found.append(-value if match["sign"] else value)
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _contains(words: list[str], wanted: list[str]) -> bool:
+    return any(words[i : i + len(wanted)] == wanted for i in range(len(words)))

@@ -1,0 +1,45 @@
+"""`stars-fast lm-eval`: lm-eval's own command line, with our model and our tasks known to it."""
+
+import sys
+from collections.abc import Sequence
+
+from stars_fast.evaluation.harness import TASKS
+from stars_fast.training.optional import need
+
+
+def main(words: Sequence[str]) -> int:
+    """Run lm-eval with `words` as its arguments; returns its exit code.
+
+    Raises SystemExit as lm-eval does, ConfigError if it is not installed.
+    """
+    register()
+    cli = need("lm_eval._cli", "stars-fast lm-eval").HarnessCLI
+    need("lm_eval.utils", "stars-fast lm-eval").setup_logging()
+    before = sys.argv
+    sys.argv = ["lm-eval", *words]  # where it reads them
+    try:
+        parser = cli()
+        args = parser.parse_args()
+    finally:
+        sys.argv = before
+    if hasattr(args, "include_path"):
+        args.include_path = [str(TASKS), *_own_tasks(args)]
+    parser.execute(args)
+    return 0
+
+
+def register() -> None:
+    """Make the model `stars_fast` known to lm-eval, to be imported when it is asked for."""
+    need("lm_eval.models", "stars-fast lm-eval")  # first, or lm-eval would not list its own
+    registry = need("lm_eval.api.registry", "stars-fast lm-eval").model_registry
+    if "stars_fast" not in registry:
+        registry.register("stars_fast", target="stars_fast.evaluation.lm_model:StarsFastLM")
+
+
+def _own_tasks(args: object) -> list[str]:
+    """Folders of tasks that the user names, in the arguments or in a file of them."""
+    given = getattr(args, "include_path", None)
+    if given is None and getattr(args, "config", None):
+        config = need("lm_eval.config.evaluate_config", "stars-fast lm-eval").EvaluatorConfig
+        given = config.load_yaml_config(args.config).get("include_path")  # type: ignore[attr-defined]
+    return [given] if isinstance(given, str) else list(given or ())

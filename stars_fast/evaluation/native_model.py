@@ -1,0 +1,64 @@
+"""Ouro in this package's own model, loaded once for all numbers of turns."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from stars_fast.evaluation.loading import ModelSource, device_for, load_model, load_tokenizer
+from stars_fast.training.optional import need
+from stars_fast.training.tree import ConfigError
+
+if TYPE_CHECKING:
+    from stars_fast.evaluation.sweep import SweepOptions
+
+
+class NativeModel:
+    """An Ouro of ours, loaded once and only if something is to be generated."""
+
+    def __init__(self, source: ModelSource, options: SweepOptions) -> None:
+        self.source, self.options = source, options
+        self.tokenizer = load_tokenizer(source)
+        self._model: Any = None
+
+    def at(self, turns: int, tol: float) -> Any:
+        """As a model of lm-eval, at this depth."""
+        from stars_fast.evaluation.lm_model import StarsFastLM, set_turns
+
+        if self._model is None:
+            dtype = None if self.options.dtype is None else getattr(torch, self.options.dtype)
+            accelerator = _accelerator(self.options.device)
+            device = str(accelerator.device) if accelerator else device_for(self.options.device)
+            model = load_model(self.source, dtype, device)
+            self._model = StarsFastLM(
+                model,
+                tokenizer=self.tokenizer,
+                batch_size=self.options.batch_size,
+                tol_per=self.options.tol_per,
+            )
+            if accelerator:
+                self._model.share(accelerator)
+            if self.options.cap >= self._model.max_length:
+                raise ConfigError(
+                    f"--max-new-tokens must be less than the {self._model.max_length} tokens that "
+                    f"the model was made for, got {self.options.cap}"
+                )
+        set_turns(self._model.config, turns, tol)
+        return self._model
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._model = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _accelerator(device: str | None) -> Any:
+    """What connects the processes that torchrun started; None for a single process."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    return need("accelerate", "evaluations in several processes").Accelerator(cpu=device == "cpu")

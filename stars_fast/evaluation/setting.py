@@ -1,0 +1,184 @@
+"""One setting of a sweep: a task at a number of turns with a tolerance, and its folder.
+
+setting.json         what its generations and scores depend on; anything else is refused
+generations.jsonl    the generations, as they are made (`recording`)
+samples.jsonl        in the end: document, prompt, response, target, metrics and more of each
+metrics.json         in the end: the scores, which are read back when the sweep is run again
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from stars_fast.evaluation.benchmarks import OpenTask
+from stars_fast.evaluation.harness import RESAMPLES, SEED, figures, judge
+from stars_fast.evaluation.loading import ModelSource
+from stars_fast.evaluation.recording import Journal
+from stars_fast.training.durable import write_text
+from stars_fast.training.tree import ConfigError
+
+if TYPE_CHECKING:
+    from stars_fast.evaluation.sweep import SweepOptions
+
+
+class Setting(NamedTuple):
+    task: OpenTask
+    turns: int
+    tol: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.task.name}-turns{self.turns}" + (f"-tol{self.tol:g}" if self.tol else "")
+
+
+def evaluate_setting(
+    model: Any, setting: Setting, folder: Path, source: ModelSource,
+    options: SweepOptions,
+) -> dict[str, Any] | None:  # fmt: skip
+    """The fields of a `Result` that are measured; None on processes other than the first."""
+    first = _rank() == 0
+    _claim(folder, _fingerprint(setting, source, options, model.tokenizer), write=first)
+    metrics = folder / "metrics.json"
+    if metrics.exists():
+        held = json.loads(metrics.read_text(encoding="utf-8"))
+        if held.pop("limit") == options.limit:
+            return held if first else None
+    lm = model.at(setting.turns, setting.tol)
+    lm.journal = Journal(folder, _rank())
+    name = setting.task.task.task_name
+    torch.manual_seed(SEED)  # for a task that samples; resumed, it samples otherwise
+    judged = judge(
+        lm,
+        {"tasks": {name: setting.task.task}, "groups": {}},
+        options.limit,
+        RESAMPLES,
+        apply_chat_template=options.chat,
+        fewshot_as_multiturn=options.chat,
+        system_instruction=options.system,
+    )
+    if judged is None or not first:
+        return None
+    samples = _samples(judged["samples"][name], Journal(folder))
+    lines = "".join(json.dumps(sample, default=str) + "\n" for sample in samples)
+    write_text(folder / "samples.jsonl", lines)
+    made = _measures(judged["results"][name], samples, setting.task)
+    write_text(metrics, json.dumps({"limit": options.limit, **made}, indent=2) + "\n")
+    return made
+
+
+def _samples(logged: Sequence[dict[str, Any]], journal: Journal) -> list[dict[str, Any]]:
+    """One a document, in their order: lm-eval logs one a document and filter."""
+    samples: dict[int, dict[str, Any]] = {}
+    for row in sorted(logged, key=lambda row: row["doc_id"]):
+        sample = samples.setdefault(
+            row["doc_id"],
+            {
+                "doc_id": row["doc_id"],
+                "doc": row["doc"],
+                "prompt": row["arguments"][0][0],
+                "response": row["resps"][0][0],
+                "target": row["target"],
+                "metrics": {},
+            },
+        )
+        sample["metrics"] |= {f"{m},{row['filter']}": row[m] for m in row["metrics"]}
+    ordered = list(samples.values())
+    for sample, record in zip(ordered, journal.find([s["prompt"] for s in ordered]), strict=True):
+        if record is not None:
+            sample |= {k: v for k, v in record.items() if k not in ("prompt", "response")}
+            if record.get("read"):
+                sample["mean_turns"] = record["turns"] / record["read"]
+    return ordered
+
+
+def _measures(
+    metrics: dict[str, Any], samples: Sequence[dict[str, Any]], task: OpenTask
+) -> dict[str, Any]:
+    values = figures(metrics)
+    metric = task.metric or next(iter(values), None)
+    if metric not in values:
+        raise ConfigError(f"{task.name}: lm-eval gave no metric {metric}, but {sorted(values)}")
+    errors = {m: _stderr(metrics, m) for m in values}
+    generated = [sample for sample in samples if "tokens" in sample]
+    read = sum(sample.get("read") or 0 for sample in generated)
+    return {
+        "metric": metric,
+        "accuracy": values[metric],
+        "stderr": errors[metric],
+        "n": len(samples),
+        "metrics": values,
+        "stderrs": errors,
+        "tokens": _mean([sample["tokens"] for sample in generated]),
+        "cut": _mean([float(sample["cut"]) for sample in generated]),
+        "mean_turns": sum(sample["turns"] for sample in generated) / read if read else None,
+    }
+
+
+def _stderr(metrics: dict[str, Any], metric: str) -> float | None:
+    name, _, how = metric.partition(",")
+    value = metrics.get(f"{name}_stderr,{how}")
+    return value if isinstance(value, float) else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _fingerprint(
+    setting: Setting, source: ModelSource, options: SweepOptions, tokenizer: Any
+) -> dict[str, Any]:
+    """What the generations of a setting, and their scores, depend on. Not the batch size, nor the
+    number of samples: a larger one goes on where a smaller one ended."""
+    task = setting.task.task.dump_config()
+    task.pop("metadata", None)  # where the file lies
+    if options.data is not None:
+        facts = (Path(options.data) / f"{setting.task.name}.jsonl").stat()
+        task["rows"] = [facts.st_size, facts.st_mtime_ns]
+    return {
+        **{f"model.{name}": value for name, value in source.identity.items()},
+        "dtype": options.dtype or "the checkpoint's",
+        "backend": options.backend,
+        "cap": options.cap,
+        "task": setting.task.task.task_name,
+        "definition of the task": _hash(json.dumps(task, default=str, sort_keys=True)),
+        "shots": setting.task.task.get_config("num_fewshot"),
+        "chat template": _hash(tokenizer.get_chat_template()) if options.chat else None,
+        "system": options.system,
+        "turns": setting.turns,
+        "tol": f"{setting.tol} per {options.tol_per}" if setting.tol else None,
+    }
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _claim(folder: Path, fingerprint: dict[str, Any], write: bool) -> None:
+    """Make the folder of a setting, or see that it is of the same one."""
+    file = folder / "setting.json"
+    if file.exists():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        changed = [
+            f"{name} was {before.get(name)} and is {fingerprint.get(name)}"
+            for name in {**before, **fingerprint}
+            if before.get(name) != fingerprint.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{folder} holds generations of another setting: {'; '.join(changed)}. Choose "
+                "another folder with --out, or remove that one"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    if write:
+        write_text(file, json.dumps(fingerprint, indent=2) + "\n")
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,129 @@
+"""Token loss on plain text against the number of turns.
+
+Texts are tokenised each by itself and cut into windows that do not overlap. A window is the
+begin token and up to `length - 1` tokens of the text, every one of which is predicted once, from
+those before it in its window. So all tokens count, the first of a window with little to go by: a
+loss is to be compared with others at the same `length`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.checks import check_integer
+from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+
+
+@dataclass(frozen=True)
+class TextLoss:
+    """nats: {turns: mean loss of a token, in nats}. tokens: predicted. size: of the texts, in
+    bytes of UTF-8."""
+
+    nats: dict[int, float]
+    tokens: int
+    size: int
+
+    @property
+    def perplexity(self) -> dict[int, float]:
+        """exp(loss), a token."""
+        return {turns: math.exp(value) for turns, value in self.nats.items()}
+
+    @property
+    def bits_per_byte(self) -> dict[int, float]:
+        """Of the text: comparable between tokenizers."""
+        bits = self.tokens / self.size / math.log(2)
+        return {turns: value * bits for turns, value in self.nats.items()}
+
+
+@torch.no_grad()
+def text_loss(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str],
+    turns: Sequence[int],
+    *,
+    length: int = 2048,
+    batch_size: int = 8,
+) -> TextLoss:
+    """Loss of every token of `texts` after each number of `turns`, in one pass over the deepest.
+
+    No [tokens, vocabulary] tensor of logits is held. Adaptive stops and exits of the model's
+    configuration do not count here. The model is left in its own mode.
+
+    Args:
+        model: an `OuroForCausalLM`, on any device.
+        tokenizer: its tokenizer, with a begin or end token.
+        texts: empty ones are left out.
+        turns: numbers of turns, 1 or more; the result has them in this order.
+        length: tokens of a window, the begin token included.
+        batch_size: windows in a forward pass.
+
+    Raises:
+        TypeError, ValueError: an argument out of range, or no text.
+    """
+    if not turns:
+        raise ValueError("turns must hold a number of turns at least, got none")
+    for number in turns:
+        check_integer("turns", number, 1)
+    check_integer("length", length, 2)
+    check_integer("batch_size", batch_size, 1)
+    begin = tokenizer.bos_token_id
+    begin = tokenizer.eos_token_id if begin is None else begin
+    if begin is None:
+        raise ValueError("tokenizer must have a begin or an end token, got neither")
+    windows, size = _windows(tokenizer, texts, begin, length)
+    tokens = sum(len(window) - 1 for window in windows)
+    if not tokens:
+        raise ValueError("texts must hold a token at least, got none")
+    windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
+    depths = sorted(set(turns))
+    sums = torch.zeros(len(depths), dtype=torch.float64)
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, len(windows), batch_size):
+            sums += _losses(model, windows[start : start + batch_size], begin, depths)
+    finally:
+        model.train(was_training)
+    found = dict(zip(depths, (sums / tokens).tolist(), strict=True))
+    return TextLoss({number: found[number] for number in turns}, tokens, size)
+
+
+def _windows(
+    tokenizer: Any, texts: Iterable[str], begin: int, length: int
+) -> tuple[list[list[int]], int]:
+    """Windows of tokens, and the bytes of all texts."""
+    windows, size = [], 0
+    for text in texts:
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        size += len(text.encode())
+        step = length - 1
+        windows += [[begin, *tokens[i : i + step]] for i in range(0, len(tokens), step)]
+    return windows, size
+
+
+def _losses(model: Any, windows: Sequence[list[int]], pad: int, depths: Sequence[int]) -> Tensor:
+    """[n] fp64 on the CPU: summed loss of a batch after each of the rising `depths`. Pads stand on
+    the right, where causality hides them without a mask."""
+    longest = max(map(len, windows))
+    rows = torch.tensor([window + [pad] * (longest - len(window)) for window in windows])
+    lengths = torch.tensor([len(window) for window in windows]).unsqueeze(1)
+    places = (torch.arange(longest - 1) < lengths - 1).flatten().nonzero().squeeze(1)
+    labels = rows[:, 1:].flatten()[places].to(model.device)
+    places = places.to(model.device)
+    h = model.model.embed_tokens(rows[:, :-1].to(model.device))
+    context = model.model.prepare(h)
+    sums = []
+    for turn in range(1, max(depths) + 1):
+        h = model.model.turn(h, context)
+        if turn in depths:
+            read = h.flatten(0, 1).index_select(0, places)
+            nll = linear_cross_entropy(read, model.lm_head.weight, labels, ignore_index=None).nll
+            sums.append(nll.double().sum())
+    return torch.stack(sums).cpu()

@@ -1,0 +1,76 @@
+"""What counts as the right answer."""
+
+import pytest
+
+from stars_fast.evaluation.answers import boxed, same_answer, score_math, score_number
+
+
+@pytest.mark.parametrize(
+    ("response", "target"),
+    [
+        ("So there are 18.", "18"),
+        ("the answer is 18.0", "18 (apples)"),
+        ("It costs $18.", "18.00"),
+        ("That is 1,800 dollars.", "1800"),
+        ("1{,}800", "1,800"),
+        ("a total of 12,345.50", "12345.5"),
+        ("first 3, then 1,8", "8"),
+        ("x = -3", "-3"),
+        ("x = −3", "-3"),
+        ("it sank to -$5", "-5"),
+        ("10-3=7", "7"),
+        ("9 - 5", "5"),
+        ("0.5", "1/2"),
+        (r"\frac{3}{4} of it", "0.75"),
+        ("half, .5", "0.5"),
+        (r"So \boxed{42}, checked in 3 ways.", "42"),
+        (r"\boxed{1} no, \boxed{\text{about } 2,000}", "2000"),
+        (r"\boxed{x} is 7", "7"),
+        ("The ratio is 3:2.", "3:2"),
+        ("They leave at 7:00.", "7:00 (am)"),
+        ("We compare them.\nJan is taller.", "Jan (is taller)"),
+        (r"\boxed{\text{Jan}} and not Tom", "Jan"),
+    ],
+)
+def test_right(response, target):
+    assert same_answer(response, target)
+
+
+@pytest.mark.parametrize(
+    ("response", "target"),
+    [
+        ("", "18"),
+        ("no idea", "18"),
+        ("18 and then 19", "18"),
+        ("1.8", "18"),
+        ("18.01", "18"),
+        ("5-3", "-3"),
+        (r"18, so \boxed{19}", "18"),
+        ("2:3", "3:2"),
+        ("2", "3:2"),
+        ("Jan is tall.\nTom is taller.", "Jan"),
+        ("January", "Jan"),
+        ("anything", ""),
+    ],
+)
+def test_wrong(response, target):
+    assert not same_answer(response, target)
+
+
+def test_boxes():
+    assert boxed(r"\boxed{1} and \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    assert boxed(r"\boxed{1} and \boxed{2") is None
+    assert boxed("none") is None
+
+
+def test_scores_of_the_tasks():
+    assert score_number({"answer": "9 (apples)"}, ["9"]) == {"exact_match": 1}
+    assert score_number({"Answer": 9.0}, ["8"]) == {"exact_match": 0}
+    solution = {"answer": "He has 4 / 2 = <<4/2=2>>2.\n#### 1,200"}
+    assert score_number(solution, [r"So $\boxed{1200}$."]) == {"exact_match": 1}
+    assert score_number(solution, ["2"]) == {"exact_match": 0}
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    doc = {"answer": "27.0"}
+    assert score_math(doc, [r"so $m+n = \boxed{27}$."]) == {"math_verify": 1}
+    assert score_math(doc, [r"so $\boxed{\frac{54}{2}}$"]) == {"math_verify": 1}
+    assert score_math(doc, [r"so $\boxed{26}$, near 27"]) == {"math_verify": 0}

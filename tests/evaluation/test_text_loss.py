@@ -1,0 +1,168 @@
+"""Token loss on plain text."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from stars_fast.cli import main
+from stars_fast.evaluation.text_loss import text_loss
+
+TEXTS = [
+    "The sum of 3 and 4 is 7. " * 5,
+    "",
+    "Zwölf Äpfel – wie viele sind es?",
+    "x",
+    "Each of 5 boxes holds 6 pencils, so all of them hold 30.",
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-ouro"
+    return write_tiny_ouro(folder, hidden_size=32, remote_code=False, convergence_tol=0.9)
+
+
+@pytest.fixture(scope="module")
+def ouro(checkpoint):
+    from transformers import AutoTokenizer
+
+    from stars_fast.models.ouro import OuroForCausalLM
+
+    model = OuroForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    return model, AutoTokenizer.from_pretrained(checkpoint)
+
+
+def by_hand(model, tokenizer, texts, turns, length):
+    """Summed loss and number of tokens: window by window, from all logits."""
+    total, count = 0.0, 0
+    for text in texts:
+        tokens = tokenizer(text).input_ids
+        for start in range(0, len(tokens), length - 1):
+            window = torch.tensor([[0, *tokens[start : start + length - 1]]])
+            logits = model(window, turns=turns, tol=0, use_cache=False).logits[0, :-1]
+            picked = logits.log_softmax(-1).gather(1, window[0, 1:, None])
+            total, count = total - float(picked.sum()), count + len(picked)
+    return total, count
+
+
+@pytest.mark.parametrize(("length", "batch"), [(16, 3), (2048, 1), (2, 64)])
+def test_it_is_that_of_all_logits(ouro, length, batch):
+    model, tokenizer = ouro
+    model.train()
+    found = text_loss(model, tokenizer, TEXTS, [5, 1, 2], length=length, batch_size=batch)
+    assert model.training
+    model.eval()
+    size = sum(len(text.encode()) for text in TEXTS)
+    assert list(found.nats) == [5, 1, 2]
+    assert found.size == size
+    with torch.no_grad():
+        for turns, value in found.nats.items():
+            total, count = by_hand(model, tokenizer, TEXTS, turns, length)
+            assert found.tokens == count
+            assert value == pytest.approx(total / count, rel=1e-10)
+            assert found.perplexity[turns] == pytest.approx(math.exp(total / count))
+            assert found.bits_per_byte[turns] == pytest.approx(total / size / math.log(2))
+
+
+def test_one_pass_is_the_whole_sweep(ouro):
+    model, tokenizer = ouro
+    calls = []
+    hook = model.model.norm.register_forward_hook(lambda *given: calls.append(1))
+    try:
+        text_loss(model, tokenizer, [TEXTS[0]], [1, 2, 4, 6], batch_size=99)
+    finally:
+        hook.remove()
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"turns": []}, "turns must hold"),
+        ({"turns": [0]}, "turns must be"),
+        ({"length": 1}, "length must be"),
+        ({"batch_size": 0}, "batch_size must be"),
+        ({"texts": ["", ""]}, "texts must hold a token"),
+    ],
+)
+def test_wrong_arguments_are_named(ouro, change, message):
+    given = {"texts": TEXTS, "turns": [1]} | change
+    with pytest.raises(ValueError, match=message):
+        text_loss(*ouro, given.pop("texts"), given.pop("turns"), **given)
+
+
+def written(folder):
+    return json.loads((folder / "text-loss.json").read_text())["models"]
+
+
+def test_the_command_on_a_file_of_text_and_on_rows(checkpoint, ouro, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text(TEXTS[0], encoding="utf-8")
+    lines = (json.dumps({"said": text}) + "\n" for text in (*TEXTS[:3], None, *TEXTS[3:]))
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    out = tmp_path / "out"
+    model, tokenizer = ouro
+    words = f"eval {checkpoint} --turns 1,3 --length 16 --batch-size 4 --out {out}".split()
+    for more, texts in (
+        (f"--text {tmp_path}/a.txt", TEXTS[:1]),
+        (f"--text {tmp_path}/rows.jsonl --column said", TEXTS),
+        (f"--text {tmp_path}/rows.jsonl --column said --limit 2", TEXTS[:2]),
+    ):
+        assert main([*words, *more.split()]) == 0
+        wanted = text_loss(model, tokenizer, texts, [1, 3], length=16)
+        found = written(out)["tiny-ouro"]
+        assert (found["tokens"], found["bytes"]) == (wanted.tokens, wanted.size)
+        for name, values in (("loss", wanted.nats), ("bits_per_byte", wanted.bits_per_byte)):
+            assert found[name] == {str(t): pytest.approx(v, rel=1e-5) for t, v in values.items()}
+        table = capsys.readouterr().out.splitlines()
+        assert table[1].split()[:3] == ["tiny-ouro", "1", f"{wanted.nats[1]:.4f}"]
+    assert (out / "text-loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_of_the_command_are_named(checkpoint, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"said": "a", "count": 1}\n')
+    (tmp_path / "empty.txt").write_text("")
+    for more, message in (
+        (f"--text {tmp_path}/none.txt", "none.txt: can't be read"),
+        (f"--text {tmp_path}/none.jsonl", "--text"),
+        (f"--text {tmp_path}/empty.txt", "texts must hold a token"),
+        (f"--text {tmp_path}/rows.jsonl", "--column must be one of the columns ['said', 'count']"),
+        (f"--text {tmp_path}/rows.jsonl --column count", "--column must hold text, got 1"),
+        (
+            f"--text {tmp_path}/empty.txt --tol 0.1",
+            "--tol is an option of runs of the addition study and --tasks",
+        ),
+    ):
+        assert main(["eval", str(checkpoint), *more.split(), "--out", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_an_ouro_run_is_evaluated_at_its_newest_checkpoint_or_the_one_asked_for(
+    tmp_path, monkeypatch, capsys
+):
+    """Its loss is that of the exported checkpoint; benchmarks take the run too."""
+    pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setenv("STARS_FAST_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    words = "--steps 2 --save_every 1 --samples 40 --validation 0 --width 16 --batch_size 4"
+    words = ["train", "ouro-tiny", *words.split(), "--workers", "1", "--eval.turns", ""]
+    assert main([*words, "--out", str(run)]) == 0
+    text = tmp_path / "a.txt"
+    text.write_text(TEXTS[0])
+    losses = {}
+    for step in (1, 2):
+        export = tmp_path / f"step{step}"
+        assert main(["export", str(run), str(export), "--step", str(step)]) == 0
+        for name, path, more in (("run", run, ["--step", str(step)]), ("export", export, [])):
+            out = tmp_path / f"out-{name}-{step}"
+            given = ["eval", str(path), "--text", str(text), "--turns", "1,2", "--out", str(out)]
+            assert main([*given, *more]) == 0
+            (losses[name, step],) = (values["loss"] for values in written(out).values())
+        assert losses["run", step] == losses["export", step]
+    assert losses["run", 1] != losses["run", 2]
+    given = ["eval", str(run), "--text", str(text), "--turns", "1,2"]
+    assert main(given) == 0
+    assert written(run / "evaluation")["ouro-tiny"]["loss"] == losses["run", 2]
