@@ -1,0 +1,98 @@
+"""The curves of a compared setting: medians over its seeds, as findings, table and figure read
+them."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Curve = dict[int, float]
+"""A figure by number of turns."""
+NOT_CURVES = ("levels", "overrides", "machine")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the finished runs of one setting came to.
+
+    levels: the level of each factor.
+    seeds: number of runs.
+    depth: mean number of turns in training, rounded.
+    deepest: the most turns of 98 % of the training.
+    seconds: of training, median.
+    median, low, high: {figure: curve} over the seeds; a value that was not finite is infinity.
+    """
+
+    levels: dict[str, str]
+    seeds: int
+    depth: int
+    deepest: int
+    seconds: float
+    median: dict[str, Curve]
+    low: dict[str, Curve]
+    high: dict[str, Curve]
+
+    @property
+    def label(self) -> str:
+        """The levels in a line."""
+        return ", ".join(self.levels.values())
+
+    @property
+    def main(self) -> str:
+        """The figure that table and picture show: accuracy, or the first that there is."""
+        return "accuracy" if "accuracy" in self.median else next(iter(self.median))
+
+
+def gather(records: Sequence[Mapping[str, Any]]) -> list[Result]:
+    """The results of the records of `runner.record` that are done, in their order."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in records:
+        if entry["status"] == "done":
+            groups.setdefault(entry["label"], []).append(entry)
+    return [_result(entries) for entries in groups.values()]
+
+
+def _result(entries: list[Mapping[str, Any]]) -> Result:
+    first = entries[0]
+    figures = [
+        name for name, value in first.items() if isinstance(value, dict) and name not in NOT_CURVES
+    ]
+    over = {
+        how: {
+            name: {int(t): pick([_number(e[name][t]) for e in entries]) for t in first[name]}
+            for name in figures
+        }
+        for how, pick in (("median", statistics.median), ("low", min), ("high", max))
+    }
+    return Result(
+        first["levels"],
+        len(entries),
+        max(round(first["depth"]), 1),
+        first["trained_turns"][-1],
+        statistics.median(entry["seconds"] for entry in entries),
+        **over,
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.inf if value is None else value
+
+
+def mean_over(curve: Curve, first: int) -> float:
+    """Mean of a curve over its turns from `first` on, even on a logarithmic axis of turns (a
+    weight of 1 / turns where every number of turns is there)."""
+    turns = sorted(t for t in curve if t >= first)
+    weights = [1 / t for t in turns]
+    return sum(curve[t] * w for t, w in zip(turns, weights, strict=True)) / sum(weights)
+
+
+def distance(one: Curve, other: Curve, first: int) -> float:
+    """Mean difference of two curves over the turns from `first` on, as `mean_over`."""
+    return mean_over({t: abs(one[t] - other[t]) for t in one}, first)
+
+
+def growth(result: Result) -> float:
+    """Size of the state after the most turns over that after the trained depth."""
+    rms = result.median["rms"]
+    return rms[max(rms)] / rms[result.depth]

@@ -1,0 +1,106 @@
+"""What a trained run of a study comes to, by number of turns; kept in its folder until another
+checkpoint is there."""
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stars_fast.analysis.spectrum import spectral_radius
+from stars_fast.analysis.trajectory import trajectory
+from stars_fast.bench.machine import describe
+from stars_fast.data.addition import AdditionData
+from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.looped import LoopedLM
+from stars_fast.training.addition import load_model
+from stars_fast.training.durable import write_text
+from stars_fast.training.metrics import read_metrics
+from stars_fast.training.run_folder import RunFolder
+
+DEEPEST = 100
+"""Turns up to which addition models are judged, at every number of them: the paper's."""
+RADIUS_TURNS = (4, 16, 64)
+SAMPLES = 32
+"""Unseen sums whose states are looked at."""
+
+
+def judge(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
+    """The figures of the run in `folder`, by number of turns as text.
+
+    addition: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
+        block at the state after so many turns), `rms` (root mean square of the state) and
+        `residual` (size of that turn's step over that of the state before).
+    ouro: the metrics of the end of the run, such as `validation_loss` in nats.
+
+    And `seconds` of training (without evaluation and saving) and the `machine`. Values that are not
+    finite are None. Raises ConfigError if there is no checkpoint.
+    """
+    run = RunFolder(folder)
+    asked = {"checkpoint": run.checkpoint().name, "deepest": DEEPEST, "samples": SAMPLES}
+    kept = folder / "judged.json"
+    if kept.exists():
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        if found["asked"] == asked:
+            return found
+    if task == "addition":
+        figures = _judge_addition(folder, device)
+    else:
+        figures = json.loads(run.results.read_text(encoding="utf-8"))
+        figures.pop("step")
+    seconds = training_seconds(read_metrics(run.metrics))
+    found = {"asked": asked, **figures, "seconds": seconds, "machine": describe(device)}
+    write_text(kept, json.dumps(found, indent=1) + "\n")
+    return json.loads(kept.read_text(encoding="utf-8"))  # the same whether it was kept or not
+
+
+def training_seconds(rows: list[dict[str, Any]]) -> float:
+    """Seconds of the steps of a run, from its metrics."""
+    seconds, before = 0.0, 0
+    for row in rows:
+        seconds += (row["tokens"] - before) / row["tokens_per_second"]
+        before = row["tokens"]
+    return round(seconds, 1)
+
+
+def _judge_addition(folder: Path, device: torch.device) -> dict[str, Any]:
+    model, config = load_model(folder)
+    model.to(device).eval()
+    data = AdditionData(config.data)
+    turns = list(range(1, DEEPEST + 1))
+    batch = data.batch("test", torch.arange(min(SAMPLES, len(data.test))))
+    sizes, radius = _states(model, batch.tokens.to(device), batch.mask.to(device))
+    return {"accuracy": evaluate(model, data, turns), **sizes, "radius": radius}
+
+
+def _states(
+    model: LoopedLM, tokens: Tensor, mask: Tensor
+) -> tuple[dict[str, dict[int, float | None]], dict[int, float | None]]:
+    """Sizes of the state and of its steps, and the spectral radius of the block, by turn, means
+    over the samples."""
+    radius = {}
+    generator = torch.Generator(tokens.device).manual_seed(0)
+
+    def visit(turn: int, h: Tensor) -> None:
+        if turn in RADIUS_TURNS and h.isfinite().all():
+            with warnings.catch_warnings():  # a mean over samples can do with a few unsettled ones
+                warnings.simplefilter("ignore", RuntimeWarning)
+                radii = spectral_radius(model.block, h, mask=mask, generator=generator, tol=1e-3)
+            radius[turn] = _finite(radii.mean())
+
+    with torch.no_grad():
+        h0 = model.prelude(tokens)
+    path = trajectory(model.block, h0, DEEPEST, mask=mask, visit=visit)
+    means = {"rms": path.norm[1:], "residual": path.residual}
+    return {
+        name: {turn: _finite(value) for turn, value in enumerate(values.mean(1), start=1)}
+        for name, values in means.items()
+    }, {turn: radius.get(turn) for turn in RADIUS_TURNS}
+
+
+def _finite(value: Tensor) -> float | None:
+    number = float(value)
+    return number if math.isfinite(number) else None
