@@ -1,5 +1,5 @@
-"""The command line: `stars-fast train | eval | export | bench | recipes`, also
-`python -m stars_fast.cli`.
+"""The command line: `stars-fast train | eval | lm-eval | analyze | study | export | bench |
+recipes`, also `python -m stars_fast.cli`.
 
 Modules load where they are used, so that the help and the list of recipes come at once.
 """
@@ -19,9 +19,14 @@ examples:
   stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
+  stars-fast analyze runs/weak runs/addition-quick
+  stars-fast study norms
   stars-fast train ouro-tiny
   torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
+  stars-fast eval runs/ouro-numina --tasks gsm8k,math500,asdiv,svamp,amc23 --turns 2,4,8
+  stars-fast eval ByteDance/Ouro-1.4B --text wiki.txt --turns 1,2,4,8,16
   stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
+  stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
   stars-fast bench block
 """
 

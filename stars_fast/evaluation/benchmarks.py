@@ -47,8 +47,20 @@ class OpenTask:
     samples: int | None
 
 
+def check_tasks(names: Sequence[str], option: str) -> Any:
+    """lm-eval's index, which has the tasks of those names.
+
+    Raises ConfigError that names `option` as `harness.index_tasks`.
+    """
+    return index_tasks([_lm_eval_name(name) for name in names], option)
+
+
 def open_tasks(
-    names: Sequence[str], data: str | None, cap: int, shots: int | None
+    names: Sequence[str],
+    data: str | None,
+    cap: int,
+    shots: int | None,
+    option: str = "--tasks",
 ) -> list[OpenTask]:
     """The tasks, loaded.
 
@@ -61,10 +73,10 @@ def open_tasks(
     Raises ConfigError that names the option: lm-eval is not installed, a task does not exist, is a
     group of tasks, or its data can't be loaded.
     """
-    index = index_tasks([_lm_eval_name(name) for name in names], "--tasks")
+    index = check_tasks(names, option)
     opened = []
     for name in names:
-        task = _load(index, name, data)
+        task = _load(index, name, data, option)
         known = BENCHMARKS.get(name)
         if shots is not None or known:
             task.set_config("num_fewshot", shots or 0)
@@ -84,10 +96,10 @@ def _lm_eval_name(name: str) -> str:
     return BENCHMARKS[name].task if name in BENCHMARKS else name
 
 
-def _load(index: Any, name: str, data: str | None) -> Any:
+def _load(index: Any, name: str, data: str | None, option: str) -> Any:
     spec = _lm_eval_name(name)
     if spec in (*index.all_groups, *index.all_tags):
-        raise ConfigError(f"--tasks must be single tasks, got {name}, which stands for several")
+        raise ConfigError(f"{option} must be single tasks, got {name}, which stands for several")
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
             spec = _with_local_data(index, name, Path(data), Path(folder))
@@ -95,10 +107,10 @@ def _load(index: Any, name: str, data: str | None) -> Any:
             tasks = list(index.load([spec])["tasks"].values())
         except Exception as error:  # of the hub, of datasets, of the task's own code
             raise ConfigError(
-                f"--tasks {name}: can't load it: {type(error).__name__}: {error}"
+                f"{option} {name}: can't load it: {type(error).__name__}: {error}"
             ) from error
     if len(tasks) != 1:
-        raise ConfigError(f"--tasks must be single tasks, got {name}, which stands for several")
+        raise ConfigError(f"{option} must be single tasks, got {name}, which stands for several")
     return tasks[0]
 
 

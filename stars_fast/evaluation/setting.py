@@ -52,11 +52,10 @@ def evaluate_setting(
             return held if first else None
     lm = model.at(setting.turns, setting.tol)
     lm.journal = Journal(folder, _rank())
-    name = setting.task.task.task_name
     torch.manual_seed(SEED)  # for a task that samples; resumed, it samples otherwise
     judged = judge(
         lm,
-        {"tasks": {name: setting.task.task}, "groups": {}},
+        setting.task.task,
         options.limit,
         RESAMPLES,
         apply_chat_template=options.chat,
@@ -65,6 +64,7 @@ def evaluate_setting(
     )
     if judged is None or not first:
         return None
+    name = setting.task.task.task_name
     samples = _samples(judged["samples"][name], Journal(folder))
     lines = "".join(json.dumps(sample, default=str) + "\n" for sample in samples)
     write_text(folder / "samples.jsonl", lines)

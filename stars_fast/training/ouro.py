@@ -68,7 +68,7 @@ class OuroEvalConfig(EvalConfig):
     """Loss on the validation rows and lm-eval's tasks, during the run and at its end.
 
     rows: chats in a forward pass.
-    tasks: names of lm-eval's tasks, or YAML files of tasks; empty for none.
+    tasks: benchmarks and other tasks of lm-eval, as `stars-fast eval --tasks`; empty for none.
     tasks_limit: samples of each task; none for all.
     """
 
@@ -151,18 +151,19 @@ class Task:
         need("transformers", "Ouro models")
         self.config = config
         self.world = world
-        self.index = self._tasks() if config.eval.tasks else None
+        if config.eval.tasks:
+            self._check_tasks()
         model, self.tokenizer = world.together(lambda: load(config))
         self.source, self.validation = self._data()
         self.loop = OuroLoop(model.to(world.device).train())
         self.guessing = math.log(model.config.vocab_size)
 
-    def _tasks(self) -> Any:
-        """lm-eval's index of tasks, on the first process, which runs them."""
-        from stars_fast.evaluation.harness import index_tasks
+    def _check_tasks(self) -> None:
+        """lm-eval and its tasks are looked for by the first process, which runs them."""
+        from stars_fast.evaluation.benchmarks import check_tasks
 
         tasks, first = self.config.eval.tasks, self.world.first
-        return self.world.together(lambda: index_tasks(tasks) if first else None)
+        self.world.together(lambda: check_tasks(tasks, "eval.tasks") if first else None)
 
     def _data(self) -> tuple[Source, Source | None]:
         """The training data, tokenised by the first process of each machine, and the held-out."""
@@ -212,7 +213,7 @@ class Task:
 
     def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         """The validation loss, and lm-eval's metrics, by number of turns."""
-        from stars_fast.evaluation.harness import run_tasks
+        from stars_fast.evaluation.in_training import run_tasks
         from stars_fast.evaluation.validation import validation_losses
 
         config, world = self.config, self.world
@@ -235,7 +236,6 @@ class Task:
                         asked.tasks,
                         asked.turns,
                         asked.tasks_limit,
-                        index=self.index,
                     )
             except Exception as error:  # what a task downloads or computes must not end the run
                 say(f"warning: lm-eval failed, the run goes on: {type(error).__name__}: {error}")

@@ -73,7 +73,7 @@ def test_our_tasks_hold_more_than_lm_evals_default_of_256_tokens_and_hide_none_o
     assert set(own) == {"asdiv", "svamp", "amc23", "gsm8k"}
     assert {task["generation_kwargs"]["max_gen_toks"] for task in own.values()} == {2048}
     theirs = Path(lm_eval.tasks.__file__).parent
-    entries = index_tasks([]).task_index
+    entries = index_tasks([], "--tasks").task_index
     assert {entries[task["task"]].yaml_path.parent for task in own.values()} == {TASKS}
     assert theirs in entries["asdiv"].yaml_path.parents
 

@@ -239,7 +239,8 @@ MISTAKES = {
 @pytest.mark.parametrize("case", MISTAKES)
 def test_a_mistake_is_named_at_once_and_leaves_no_folder(ouro, tmp_path, monkeypatch, capsys, case):
     words, message = MISTAKES[case]
-    monkeypatch.setitem(sys.modules, "lm_eval", None)  # an import of it fails
+    for name in ("lm_eval", "lm_eval.tasks"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import of it fails
     monkeypatch.setattr(trainer, "train_step", lambda *_: pytest.fail("a step was taken"))
     recipe = tmp_path / "recipe.yaml"
     save_config(ouro(), recipe)

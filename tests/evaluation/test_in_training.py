@@ -6,8 +6,9 @@ import sys
 import pytest
 import torch
 
-from stars_fast.evaluation import harness
-from stars_fast.evaluation.harness import index_tasks, run_tasks
+from stars_fast.evaluation import in_training
+from stars_fast.evaluation.benchmarks import check_tasks
+from stars_fast.evaluation.in_training import run_tasks
 from stars_fast.training.tree import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -60,21 +61,27 @@ def sums(tmp_path_factory):
     return str(task)
 
 
-@pytest.fixture(scope="module")
-def index(sums):
-    return index_tasks([sums])
-
-
 @pytest.mark.parametrize("training", [True, False])
-def test_the_figure_is_that_of_the_log_likelihoods_of_the_choices(ouro, sums, index, training):
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_figure_is_that_of_the_log_likelihoods_of_the_choices(
+    ouro, sums, monkeypatch, chat, training
+):
     model, tokenizer = ouro
     model.train(training)
-    found = run_tasks(model, tokenizer, [sums], [1, 3], index=index)
+    template = tokenizer.chat_template
+    assert template
+    monkeypatch.setattr(tokenizer, "chat_template", template if chat else None)
+    found = run_tasks(model, tokenizer, [sums], [1, 3])
     assert list(found) == ["sums/acc,none"]
     assert model.config.total_ut_steps == 4
     assert all(module.training == training for module in model.modules())
 
     def log_likelihood(question, choice, turns):
+        if chat:
+            messages = [{"role": "user", "content": question}]
+            question = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         asked, both = (tokenizer(text).input_ids for text in (question, question + choice))
         with torch.no_grad():
             logits = model(torch.tensor([both]), turns=turns).logits.log_softmax(-1)[0]
@@ -90,35 +97,33 @@ def test_the_figure_is_that_of_the_log_likelihoods_of_the_choices(ouro, sums, in
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_it_computes_as_the_autocast_around_it_and_takes_the_limit(
-    ouro, sums, index, monkeypatch, dtype
-):
+def test_it_computes_as_the_autocast_around_it_and_takes_the_limit(ouro, sums, monkeypatch, dtype):
     seen = []
 
-    def judge(model, loaded, limit):
-        assert list(loaded["tasks"]) == ["sums"]
+    def judge(model, task, limit, apply_chat_template):
+        assert task.task_name == "sums"
         logits = model._model_call(torch.tensor([[5, 6, 7]]))
         seen.append((model.mixed_precision_dtype, logits.dtype, model.model.training, limit))
         return {"results": {"sums": {"acc,none": 0.5, "acc_stderr,none": 0.1, "sample_len": 3}}}
 
-    monkeypatch.setattr(harness, "judge", judge)
+    monkeypatch.setattr(in_training, "judge", judge)
     with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        found = run_tasks(*ouro, [sums], [2], limit=3, index=index)
+        found = run_tasks(*ouro, [sums], [2], limit=3)
     assert seen == [(dtype, dtype or torch.float32, False, 3)]
     assert found == {"sums/acc,none": {2: 0.5}}
 
 
-def test_the_model_is_itself_again_after_a_failure(ouro, sums, index, monkeypatch):
+def test_the_model_is_itself_again_after_a_failure(ouro, sums, monkeypatch):
     model, tokenizer = ouro
     model.train()
 
-    def judge(*given):
+    def judge(*given, **options):
         assert model.config.total_ut_steps == 2
         raise KeyError("no such task")
 
-    monkeypatch.setattr(harness, "judge", judge)
+    monkeypatch.setattr(in_training, "judge", judge)
     with pytest.raises(KeyError, match="no such task"):
-        run_tasks(model, tokenizer, [sums], [2, 5], index=index)
+        run_tasks(model, tokenizer, [sums], [2, 5])
     assert model.config.total_ut_steps == 4
     assert model.training
 
@@ -126,7 +131,7 @@ def test_the_model_is_itself_again_after_a_failure(ouro, sums, index, monkeypatc
 def test_tasks_that_do_not_exist_are_named(tmp_path):
     missing = str(tmp_path / "other.yaml")
     with pytest.raises(ConfigError, match=rf"eval\.tasks must be .* got no-such, {missing}$"):
-        index_tasks(["gsm8k", "stars_fast_svamp", "no-such", missing])
+        check_tasks(["gsm8k", "svamp", "stars_fast_svamp", "no-such", missing], "eval.tasks")
 
 
 def test_without_lm_eval_the_error_says_how_to_install_it(ouro, monkeypatch):
@@ -135,4 +140,4 @@ def test_without_lm_eval_the_error_says_how_to_install_it(ouro, monkeypatch):
     with pytest.raises(ConfigError, match=r'eval\.tasks .*pip install "stars-fast\[eval\]"'):
         run_tasks(*ouro, ["one"], [2])
     with pytest.raises(ConfigError, match=r'eval\.tasks .*pip install "stars-fast\[eval\]"'):
-        index_tasks(["one"])
+        check_tasks(["one"], "eval.tasks")
