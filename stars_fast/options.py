@@ -11,8 +11,11 @@ def positive(text: str) -> int:
 
 
 def numbers(text: str) -> list[int]:
-    """Positive integers between commas, at least one. Raises ArgumentTypeError otherwise."""
-    found = [positive(part) for part in text.split(",") if part.strip()]
+    """Positive integers between commas, at least one; what comes again counts once.
+
+    Raises ArgumentTypeError otherwise.
+    """
+    found = list(dict.fromkeys(positive(part) for part in text.split(",") if part.strip()))
     if not found:
         raise argparse.ArgumentTypeError("expected numbers like 1,2,4")
     return found

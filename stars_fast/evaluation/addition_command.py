@@ -10,6 +10,8 @@ from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.report import labels_of
 from stars_fast.models.adaptive import Per
+from stars_fast.tables import right_aligned
+from stars_fast.training.durable import write_text
 from stars_fast.training.tree import ConfigError
 
 Curve = dict[int, float]
@@ -38,6 +40,12 @@ def run_addition(
 
     if any(not 0 <= tol < 1 for tol in tols):
         raise ConfigError(f"--tol must be in [0, 1), got {','.join(map(str, tols))}")
+    for run in runs:
+        if not (Path(run) / "config.yaml").exists():
+            raise ConfigError(
+                f"{run} is not a run folder: it has no config.yaml (an Ouro model is evaluated "
+                "with --tasks or --text)"
+            )
     loaded = {str(run): load_model(run, step) for run in runs}
     accuracy: dict[str, Curve] = {}
     adaptive: dict[str, Curves] = {}
@@ -63,7 +71,7 @@ def run_addition(
             run: {each: {t: p._asdict() for t, p in points.items()} for each, points in by.items()}
             for run, by in adaptive.items()
         }
-    (out / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
+    write_text(out / "evaluation.json", json.dumps(written, indent=2) + "\n")
     accuracy_against_turns(
         {labels[run]: values for run, values in accuracy.items()},
         out / "evaluation.png",
@@ -106,7 +114,7 @@ def _adaptive_table(found: Curves) -> str:
             point = points[tol]
             row += [f"{point.turns:.1f}", f"{point.accuracy:.1%}", f"{point.at_limit:.1%}"]
         rows.append(row)
-    return _aligned(rows)
+    return right_aligned(rows)
 
 
 def _table(accuracy: dict[str, dict[int, float]]) -> str:
@@ -117,12 +125,4 @@ def _table(accuracy: dict[str, dict[int, float]]) -> str:
         [str(turn), *(f"{100 * values[turn]:.1f} %" for values in accuracy.values())]
         for turn in turns
     ]
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+    return right_aligned(rows)

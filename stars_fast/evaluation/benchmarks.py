@@ -80,6 +80,7 @@ def open_tasks(
         known = BENCHMARKS.get(name)
         if shots is not None or known:
             task.set_config("num_fewshot", shots or 0)
+        _keep_asked_out(task)
         if task.OUTPUT_TYPE == "generate_until":
             given = task.get_config("generation_kwargs") or {}
             until = given.get("until") or []
@@ -112,6 +113,16 @@ def _load(index: Any, name: str, data: str | None, option: str) -> Any:
     if len(tasks) != 1:
         raise ConfigError(f"{option} must be single tasks, got {name}, which stands for several")
     return tasks[0]
+
+
+def _keep_asked_out(task: Any) -> None:
+    """Where examples come from the documents that are asked, lm-eval leaves the asked one out only
+    if it is told that both are one split."""
+    config, examples = task.config, task.fewshot_cfg
+    own = (examples.split, examples.samples, config.training_split)
+    if own == (None, None, None) and None in (config.validation_split, config.test_split):
+        config.test_split = config.test_split or config.validation_split
+        examples.split = config.test_split
 
 
 def _with_local_data(index: Any, name: str, data: Path, folder: Path) -> str:

@@ -61,7 +61,9 @@ def main(words: Sequence[str]) -> int:
 
         turns = args.turns or [1, 2, 4, 8, 16]
         out = Path(args.out) if args.out else default_out(args.runs[0])
-        run_text(TextOptions(**_given(args, models=args.runs, turns=turns)), out)
+        given = _given(args, models=args.runs, turns=turns)
+        given.pop("out", None)
+        run_text(TextOptions(**given), out)
     else:
         from stars_fast.evaluation.addition_command import run_addition
         from stars_fast.models.adaptive import Per
@@ -108,9 +110,13 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
 
     ouro = parser.add_argument_group("Ouro models")
     add = ouro.add_argument
-    add("--batch-size", type=positive, metavar="N", help="sequences in a forward pass")
+    add(
+        "--batch-size", type=positive, metavar="N",
+        help="sequences in a forward pass (default 16, of texts 8); with vllm, prompts handed over "
+        "at once (default 256)",
+    )  # fmt: skip
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the model's")
-    add("--device", help="cpu, cuda, cuda:1, ... (default: the first GPU, or the CPU)")
+    add("--device", help="cpu, cuda, cuda:1, ... (default: the first GPU, or the CPU; not vllm)")
 
     tasks = parser.add_argument_group("benchmarks")
     add = tasks.add_argument
@@ -146,6 +152,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     add("--split", metavar="NAME", help="of the data set (default train)")
     add("--length", type=positive, metavar="N", help="tokens of a window (default 2048)")
     args = parser.parse_args(words)
+    args.runs = list(dict.fromkeys(args.runs))
     if args.tasks and args.text:
         parser.error("--text: not allowed with --tasks")
     return args
@@ -180,6 +187,6 @@ def _names(text: str) -> list[str]:
 
 def _tolerances(text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        return list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected numbers like 0,0.1, got {text!r}") from None

@@ -11,7 +11,7 @@ from stars_fast.evaluation.harness import figures, judge
 from stars_fast.training.optional import need
 
 CAP = 2048
-"""Tokens of a generation at most."""
+"""Tokens of a generation at most, as of `stars-fast eval`; half of a small model's."""
 
 
 @contextmanager
@@ -52,7 +52,8 @@ def run_tasks(
 
     Raises ConfigError as `benchmarks.open_tasks`.
     """
-    opened = open_tasks(tasks, None, CAP, None, "eval.tasks")
+    cap = min(CAP, model.config.max_position_embeddings // 2)
+    opened = open_tasks(tasks, None, cap, None, "eval.tasks")
     chat = bool(tokenizer.chat_template)
     lm_model = need("stars_fast.evaluation.lm_model", "eval.tasks")
     found: dict[str, dict[int, float]] = {}
@@ -66,7 +67,9 @@ def run_tasks(
         for number in turns:
             lm_model.set_turns(model.config, number, None)
             for each in opened:
-                result = judge(judged, each.task, limit, apply_chat_template=chat)
+                result = judge(
+                    judged, each.task, limit, apply_chat_template=chat, fewshot_as_multiturn=chat
+                )
                 assert result is not None
                 for metric, value in figures(result["results"][each.task.task_name]).items():
                     found.setdefault(f"{each.name}/{metric}", {})[number] = value

@@ -23,6 +23,7 @@ from stars_fast.models.adaptive import Per
 from stars_fast.models.ouro import OuroForCausalLM, count_turns
 from stars_fast.models.ouro.config import check_config
 from stars_fast.models.ouro.exits import TurnCount
+from stars_fast.training.tree import ConfigError
 
 
 @register_model("stars_fast")
@@ -45,6 +46,7 @@ class StarsFastLM(Recording, HFLM):
     """
 
     AUTO_MODEL_CLASS = OuroForCausalLM
+    batch_size_per_gpu: int | str
 
     def __init__(
         self,
@@ -97,6 +99,31 @@ class StarsFastLM(Recording, HFLM):
         """inps [B, S] -> logits [B, S, V]; the others are of models with an encoder."""
         with self._autocast():
             return self.model(inps, tol_per=self.tol_per).logits
+
+    def _loglikelihood_tokens(self, *args: Any, **options: Any) -> list[tuple[float, bool]]:
+        """One by one where a sequence rests by itself: `HFLM` pads a batch on the right and gives
+        no mask, so that the padding would hold the shorter sequences up."""
+        if not (self.model.config.convergence_tol and self.tol_per == "sequence"):
+            return super()._loglikelihood_tokens(*args, **options)
+        before, self.batch_size_per_gpu = self.batch_size_per_gpu, 1
+        try:
+            return super()._loglikelihood_tokens(*args, **options)
+        finally:
+            self.batch_size_per_gpu = before
+
+    def tok_batch_encode(
+        self, strings: list[str], *given: Any, left_truncate_len: int | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As `HFLM`'s; in a sweep a prompt that would lose its beginning is an error."""
+        if self.journal is None:
+            options["left_truncate_len"] = left_truncate_len
+        ids, mask = super().tok_batch_encode(strings, *given, **options)
+        if self.journal is not None and left_truncate_len and ids.shape[1] > left_truncate_len:
+            raise ConfigError(
+                f"--max-new-tokens must leave room for the prompts: one has {ids.shape[1]} tokens, "
+                f"and {left_truncate_len} of the model's {self.max_length} are left for it"
+            )
+        return ids, mask
 
     @torch.no_grad()
     def _model_generate(
@@ -153,8 +180,11 @@ class StarsFastLM(Recording, HFLM):
 
 
 class StopStrings(StoppingCriteria):
-    """Ends each row of a batch at the first of some strings in what it generated. (lm-eval's own
-    ends the batch once a single string ended all rows.)
+    """Ends each row of a batch at the first of some strings in what it generated.
+
+    lm-eval's own ends the batch once a single string ended all rows. transformers'
+    `StopStringCriteria` also finds strings that begin in the prompt, where lm-eval does not, and in
+    its version 5.5.0 misses strings with letters beyond ASCII, or fails on them.
 
     Args:
         tokenizer: of transformers.
@@ -164,10 +194,8 @@ class StopStrings(StoppingCriteria):
 
     def __init__(self, tokenizer: Any, strings: list[str], start: int) -> None:
         self.tokenizer, self.strings, self.start = tokenizer, strings, start
-        # A string may be written in other tokens than the tokenizer's: two more are looked at.
-        self.reach = 2 + max(
-            len(tokenizer.encode(string, add_special_tokens=False)) for string in strings
-        )
+        # A string may be written in other tokens than the tokenizer's, of a byte each at least.
+        self.reach = max(len(string.encode()) for string in strings)
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """[B] boolean."""

@@ -60,8 +60,26 @@ def find_model(path: str, step: int | None) -> ModelSource:
 
 
 def device_for(asked: str | None) -> str:
-    """The device asked for, else the first GPU, else the CPU."""
-    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device asked for, else the first GPU, else the CPU.
+
+    Raises ConfigError for a device that is not there.
+    """
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        device = torch.device(asked or ("cuda" if there else "cpu"))
+    except RuntimeError as error:
+        raise ConfigError(f"--device must be cpu, cuda, cuda:1, ..., got {asked!r}") from error
+    if device.type == "cuda" and (device.index or 0) >= there:
+        raise ConfigError(f"--device is {asked} but PyTorch sees {there} CUDA devices")
+    return str(device)
+
+
+def make_folder(out: Path) -> None:
+    """Raises ConfigError if it can't be made."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} can't be made: {error}") from error
 
 
 def load_model(source: ModelSource, dtype: torch.dtype | None, device: str) -> Any:
@@ -91,14 +109,16 @@ def load_tokenizer(source: ModelSource) -> Any:
 def _read_config(path: str) -> tuple[str, str | None]:
     """The kind of a checkpoint, and its revision on the hub."""
     from transformers import PretrainedConfig
+    from transformers.utils.hub import cached_file, extract_commit_hash
 
     try:
         values, _ = PretrainedConfig.get_config_dict(path)
+        found = None if Path(path).is_dir() else cached_file(path, "config.json")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: neither a run folder nor an Ouro checkpoint: {error}"
         ) from error
-    return str(values.get("model_type")), values.get("_commit_hash")
+    return str(values.get("model_type")), extract_commit_hash(found, None)
 
 
 def _stamps(folder: Path) -> str:

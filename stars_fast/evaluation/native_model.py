@@ -10,14 +10,17 @@ import torch
 
 from stars_fast.evaluation.loading import ModelSource, device_for, load_model, load_tokenizer
 from stars_fast.training.optional import need
-from stars_fast.training.tree import ConfigError
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions
 
 
+BATCH = 16
+"""Sequences in a forward pass by default."""
+
+
 class NativeModel:
-    """An Ouro of ours, loaded once and only if something is to be generated."""
+    """An Ouro of ours, loaded once, and only if a setting is not done yet."""
 
     def __init__(self, source: ModelSource, options: SweepOptions) -> None:
         self.source, self.options = source, options
@@ -36,16 +39,11 @@ class NativeModel:
             self._model = StarsFastLM(
                 model,
                 tokenizer=self.tokenizer,
-                batch_size=self.options.batch_size,
+                batch_size=self.options.batch_size or BATCH,
                 tol_per=self.options.tol_per,
             )
             if accelerator:
                 self._model.share(accelerator)
-            if self.options.cap >= self._model.max_length:
-                raise ConfigError(
-                    f"--max-new-tokens must be less than the {self._model.max_length} tokens that "
-                    f"the model was made for, got {self.options.cap}"
-                )
         set_turns(self._model.config, turns, tol)
         return self._model
 

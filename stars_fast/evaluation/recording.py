@@ -103,4 +103,13 @@ def _read(path: Path, mend: bool) -> list[dict[str, Any]]:
     if mend and len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return [json.loads(line) for line in whole.splitlines()]
+    return [record for line in whole.splitlines() if (record := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a crash of the machine has damaged: its generation is made again."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "prompt" in record else None

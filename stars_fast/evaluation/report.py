@@ -73,7 +73,6 @@ def write_report(
         "versions": {name: version_of(name) for name in PACKAGES},
         "machine": describe(device_for(options.device)),
         "options": asdict(options),
-        "chat_template": options.chat,
         "models": {names[s.path]: {"path": s.path, "step": s.step, **s.identity} for s in sources},
         "results": [asdict(result) for result in results],
     }

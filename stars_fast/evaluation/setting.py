@@ -17,10 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from stars_fast.bench.machine import version_of
+from stars_fast.evaluation import answers
 from stars_fast.evaluation.benchmarks import OpenTask
 from stars_fast.evaluation.harness import RESAMPLES, SEED, figures, judge
 from stars_fast.evaluation.loading import ModelSource
 from stars_fast.evaluation.recording import Journal
+from stars_fast.models.adaptive import Per
 from stars_fast.training.durable import write_text
 from stars_fast.training.tree import ConfigError
 
@@ -28,14 +31,29 @@ if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions
 
 
+SCORING = ("process_results", "metric_list", "filter_list", "doc_to_target", "should_decontaminate")
+"""Fields of a task that its requests do not depend on."""
+PLACES = ("metadata", "dataset_kwargs")
+"""Fields that say where files lie."""
+
+
 class Setting(NamedTuple):
     task: OpenTask
     turns: int
     tol: float
+    tol_per: Per
 
     @property
     def name(self) -> str:
-        return f"{self.task.name}-turns{self.turns}" + (f"-tol{self.tol:g}" if self.tol else "")
+        name = f"{self.task.name}-turns{self.turns}"
+        if not self.tol:
+            return name
+        return f"{name}-tol{self.tol:g}" + ("-token" if self.tol_per == "token" else "")
+
+    @property
+    def generates(self) -> bool:
+        """Whether the task is answered by generation, and not by likelihoods of given answers."""
+        return self.task.task.OUTPUT_TYPE == "generate_until"
 
 
 def evaluate_setting(
@@ -48,9 +66,17 @@ def evaluate_setting(
     metrics = folder / "metrics.json"
     if metrics.exists():
         held = json.loads(metrics.read_text(encoding="utf-8"))
-        if held.pop("limit") == options.limit:
+        if held.pop("limit") == options.limit and held.pop("scored_by", None) == _scored_by(
+            setting.task
+        ):
             return held if first else None
+    _check_samples(setting, options)
     lm = model.at(setting.turns, setting.tol)
+    if setting.generates and options.cap >= lm.max_length:
+        raise ConfigError(
+            f"--max-new-tokens must be less than the {lm.max_length} tokens that the model was "
+            f"made for, got {options.cap}"
+        )
     lm.journal = Journal(folder, _rank())
     torch.manual_seed(SEED)  # for a task that samples; resumed, it samples otherwise
     judged = judge(
@@ -69,7 +95,8 @@ def evaluate_setting(
     lines = "".join(json.dumps(sample, default=str) + "\n" for sample in samples)
     write_text(folder / "samples.jsonl", lines)
     made = _measures(judged["results"][name], samples, setting.task)
-    write_text(metrics, json.dumps({"limit": options.limit, **made}, indent=2) + "\n")
+    held = {"limit": options.limit, "scored_by": _scored_by(setting.task), **made}
+    write_text(metrics, json.dumps(held, indent=2) + "\n")
     return made
 
 
@@ -82,20 +109,26 @@ def _samples(logged: Sequence[dict[str, Any]], journal: Journal) -> list[dict[st
             {
                 "doc_id": row["doc_id"],
                 "doc": row["doc"],
-                "prompt": row["arguments"][0][0],
-                "response": row["resps"][0][0],
+                "prompt": _one([given[0] for given in row["arguments"]]),
+                "response": _one([response for response, *_ in row["resps"]]),
                 "target": row["target"],
                 "metrics": {},
             },
         )
         sample["metrics"] |= {f"{m},{row['filter']}": row[m] for m in row["metrics"]}
     ordered = list(samples.values())
-    for sample, record in zip(ordered, journal.find([s["prompt"] for s in ordered]), strict=True):
+    prompts = [s["prompt"] if isinstance(s["prompt"], str) else "" for s in ordered]
+    for sample, record in zip(ordered, journal.find(prompts), strict=True):
         if record is not None:
             sample |= {k: v for k, v in record.items() if k not in ("prompt", "response")}
             if record.get("read"):
                 sample["mean_turns"] = record["turns"] / record["read"]
     return ordered
+
+
+def _one(values: list[Any]) -> Any:
+    """The value, or all where a document has several requests, as a choice between answers has."""
+    return values[0] if len(values) == 1 else values
 
 
 def _measures(
@@ -134,26 +167,56 @@ def _mean(values: Sequence[float]) -> float | None:
 def _fingerprint(
     setting: Setting, source: ModelSource, options: SweepOptions, tokenizer: Any
 ) -> dict[str, Any]:
-    """What the generations of a setting, and their scores, depend on. Not the batch size, nor the
-    number of samples: a larger one goes on where a smaller one ended."""
-    task = setting.task.task.dump_config()
-    task.pop("metadata", None)  # where the file lies
+    """What the generations of a setting depend on. Not the batch size, nor the number of samples: a
+    larger one goes on where a smaller one ended."""
+    rows = None
     if options.data is not None:
-        facts = (Path(options.data) / f"{setting.task.name}.jsonl").stat()
-        task["rows"] = [facts.st_size, facts.st_mtime_ns]
+        rows = (Path(options.data) / f"{setting.task.name}.jsonl").read_bytes()
     return {
         **{f"model.{name}": value for name, value in source.identity.items()},
         "dtype": options.dtype or "the checkpoint's",
         "backend": options.backend,
         "cap": options.cap,
         "task": setting.task.task.task_name,
-        "definition of the task": _hash(json.dumps(task, default=str, sort_keys=True)),
+        "definition of the task": definition(setting.task),
+        "rows": None if rows is None else hashlib.sha256(rows).hexdigest()[:16],
         "shots": setting.task.task.get_config("num_fewshot"),
         "chat template": _hash(tokenizer.get_chat_template()) if options.chat else None,
         "system": options.system,
         "turns": setting.turns,
-        "tol": f"{setting.tol} per {options.tol_per}" if setting.tol else None,
+        "tol": f"{setting.tol} per {setting.tol_per}" if setting.tol else None,
     }
+
+
+def definition(task: OpenTask, scoring: bool = False) -> str:
+    """A hash of what a task's file says of its requests, or of their scoring; the same in every
+    process."""
+    fields = {
+        name: value
+        for name, value in task.task.dump_config().items()
+        if (name in SCORING) == scoring and name not in PLACES
+    }
+    by_source = task.task.config.serialize_function  # a function's address differs
+    return _hash(json.dumps(fields, default=by_source, sort_keys=True))
+
+
+def _scored_by(task: OpenTask) -> dict[str, str | None]:
+    """What turns generations into scores: where it changes they are scored again."""
+    rules = Path(answers.__file__).read_text(encoding="utf-8")
+    packages = {name: version_of(name) for name in ("lm-eval", "math-verify")}
+    return {**packages, "task": definition(task, scoring=True), "rules": _hash(rules)}
+
+
+def _check_samples(setting: Setting, options: SweepOptions) -> None:
+    """Raises ConfigError if a process would have no sample, which lm-eval can't do."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    there = len(setting.task.task.eval_docs)
+    count = min(options.limit or there, there)
+    if count < processes:
+        raise ConfigError(
+            f"--limit: {setting.task.name} has {count} samples, fewer than the {processes} "
+            "processes that share them"
+        )
 
 
 def _hash(text: str) -> str:
@@ -163,8 +226,14 @@ def _hash(text: str) -> str:
 def _claim(folder: Path, fingerprint: dict[str, Any], write: bool) -> None:
     """Make the folder of a setting, or see that it is of the same one."""
     file = folder / "setting.json"
-    if file.exists():
-        before = json.loads(file.read_text(encoding="utf-8"))
+    if any(folder.glob("generations*.jsonl")) or (folder / "metrics.json").exists():
+        try:
+            before = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{file} does not say of which setting the generations beside it are ({error}); "
+                "remove the folder"
+            ) from error
         changed = [
             f"{name} was {before.get(name)} and is {fingerprint.get(name)}"
             for name in {**before, **fingerprint}

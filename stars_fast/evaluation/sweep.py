@@ -6,6 +6,7 @@ another model, dtype, cap or prompt is refused.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.evaluation.benchmarks import OpenTask, open_tasks
-from stars_fast.evaluation.loading import ModelSource, find_model
+from stars_fast.evaluation.loading import ModelSource, find_model, make_folder
 from stars_fast.evaluation.native_model import NativeModel
 from stars_fast.evaluation.report import Result, labels_of, write_report
 from stars_fast.evaluation.setting import Setting, evaluate_setting
@@ -31,7 +32,7 @@ class SweepOptions:
     """models: run folders and checkpoints. tasks, data, cap, shots: as `benchmarks.open_tasks`.
     tols: 0 for all turns. tol_per: what rests by itself, a sequence or a token. limit: samples of a
     task; none for all. chat: through the tokenizer's chat template. system: message in front of
-    it. step: of a run."""
+    it. step: of a run. batch_size: by default the backend's."""
 
     models: Sequence[str]
     tasks: Sequence[str]
@@ -39,7 +40,7 @@ class SweepOptions:
     tols: Sequence[float] = (0.0,)
     tol_per: Per = "sequence"
     limit: int | None = None
-    batch_size: int = 16
+    batch_size: int | None = None
     dtype: str | None = None
     device: str | None = None
     data: str | None = None
@@ -64,12 +65,13 @@ def run_sweep(options: SweepOptions) -> list[Result]:
     names = labels_of({source.path: source.label for source in sources})
     tasks = open_tasks(options.tasks, options.data, options.cap, options.shots)
     out = Path(options.out) if options.out else default_out(options.models[0])
+    make_folder(out)
     found: list[Result] = []
     for source in sources:
         model = _MODELS[options.backend](source, options)
         _check_prompt(model.tokenizer, source, options)
         for setting in _settings(options, tasks):
-            folder = out / _file_name(names[source.path]) / setting.name
+            folder = out / _folder_name(source) / setting.name
             made = evaluate_setting(model, setting, folder, source, options)
             if made is None:  # not the first process
                 continue
@@ -108,7 +110,7 @@ def _settings(options: SweepOptions, tasks: Sequence[OpenTask]) -> Iterator[Sett
     for turns in options.turns:
         for tol in options.tols:
             for task in tasks:
-                yield Setting(task, turns, tol)
+                yield Setting(task, turns, tol, options.tol_per)
 
 
 def _check(options: SweepOptions) -> None:
@@ -142,6 +144,12 @@ def _warn(result: Result, cap: int) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def _folder_name(source: ModelSource) -> str:
+    """The same whatever else is evaluated, and however the path is written."""
+    place = str(Path(source.path).resolve()) if Path(source.path).is_dir() else source.path
+    return f"{_file_name(source.label)}-{hashlib.sha256(place.encode()).hexdigest()[:6]}"
 
 
 def _file_name(label: str) -> str:

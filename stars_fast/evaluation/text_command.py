@@ -11,9 +11,17 @@ from typing import Any
 
 import torch
 
-from stars_fast.evaluation.loading import device_for, find_model, load_model, load_tokenizer
+from stars_fast.evaluation.loading import (
+    ModelSource,
+    device_for,
+    find_model,
+    load_model,
+    load_tokenizer,
+    make_folder,
+)
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.text_loss import TextLoss, text_loss
+from stars_fast.tables import right_aligned
 from stars_fast.training.durable import write_text
 from stars_fast.training.tree import ConfigError
 
@@ -34,7 +42,6 @@ class TextOptions:
     batch_size: int = 8
     dtype: str | None = None
     device: str | None = None
-    out: str | None = None
     step: int | None = None
 
 
@@ -45,26 +52,12 @@ def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
     """
     from stars_fast.analysis.plots import loss_against_turns
 
+    make_folder(out)
     sources = [find_model(path, options.step) for path in options.models]
     names = labels_of({source.path: source.label for source in sources})
-    dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    found = {}
-    for source in sources:
-        model = load_model(source, dtype, device_for(options.device))
-        texts = itertools.islice(read_texts(options), options.limit)
-        try:
-            found[names[source.path]] = text_loss(
-                model,
-                load_tokenizer(source),
-                texts,
-                options.turns,
-                length=options.length,
-                batch_size=options.batch_size,
-            )
-        except ValueError as error:
-            raise ConfigError(f"--text {options.text}: {error}") from error
+    texts = list(itertools.islice(read_texts(options), options.limit))
+    found = {names[source.path]: _loss_of(source, texts, options) for source in sources}
     print(_table(found))
-    out.mkdir(parents=True, exist_ok=True)
     write_text(out / "text-loss.json", json.dumps(_written(found, options), indent=2) + "\n")
     trained = {source.trained for source in sources}
     loss_against_turns(
@@ -75,6 +68,25 @@ def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
     )
     print(f"written: {out / 'text-loss.json'}, {out / 'text-loss.png'}")
     return found
+
+
+def _loss_of(source: ModelSource, texts: Sequence[str], options: TextOptions) -> TextLoss:
+    """One model is in memory at a time."""
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    model = load_model(source, dtype, device_for(options.device))
+    try:
+        return text_loss(
+            model,
+            load_tokenizer(source),
+            texts,
+            options.turns,
+            length=options.length,
+            batch_size=options.batch_size,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--text {options.text}: {error}") from error
 
 
 def read_texts(options: TextOptions) -> Iterator[str]:
@@ -140,8 +152,4 @@ def _table(found: dict[str, TextLoss]) -> str:
         for label, loss in found.items()
         for turns, nats in loss.nats.items()
     ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+    return right_aligned(rows)

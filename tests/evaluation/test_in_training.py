@@ -100,8 +100,9 @@ def test_the_figure_is_that_of_the_log_likelihoods_of_the_choices(
 def test_it_computes_as_the_autocast_around_it_and_takes_the_limit(ouro, sums, monkeypatch, dtype):
     seen = []
 
-    def judge(model, task, limit, apply_chat_template):
+    def judge(model, task, limit, **options):
         assert task.task_name == "sums"
+        assert options == {"apply_chat_template": True, "fewshot_as_multiturn": True}
         logits = model._model_call(torch.tensor([[5, 6, 7]]))
         seen.append((model.mixed_precision_dtype, logits.dtype, model.model.training, limit))
         return {"results": {"sums": {"acc,none": 0.5, "acc_stderr,none": 0.1, "sample_len": 3}}}
@@ -111,6 +112,32 @@ def test_it_computes_as_the_autocast_around_it_and_takes_the_limit(ouro, sums, m
         found = run_tasks(*ouro, [sums], [2], limit=3)
     assert seen == [(dtype, dtype or torch.float32, False, 3)]
     assert found == {"sums/acc,none": {2: 0.5}}
+
+
+def test_a_small_model_generates_up_to_half_of_its_length(ouro, tmp_path, monkeypatch):
+    """As `stars-fast eval --tasks` asks it."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"question": "1 + 2 =", "answer": "3"}) + "\n")
+    file = tmp_path / "said.yaml"
+    task = {
+        "task": "said", "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(rows)}},
+        "output_type": "generate_until", "test_split": "test", "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}", "generation_kwargs": {"do_sample": False},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }  # fmt: skip
+    file.write_text(json.dumps(task))
+    model, tokenizer = ouro
+    real, asked = model.generate, []
+
+    def generate(**options):
+        asked.append((options["max_length"] - options["input_ids"].shape[1], options))
+        return real(**options)
+
+    monkeypatch.setattr(model, "generate", generate)
+    found = run_tasks(model, tokenizer, [str(file)], [1])
+    assert found == {"said/exact_match,none": {1: pytest.approx(0.0)}}
+    assert [most for most, _ in asked] == [model.config.max_position_embeddings // 2]
 
 
 def test_the_model_is_itself_again_after_a_failure(ouro, sums, monkeypatch):

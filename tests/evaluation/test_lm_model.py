@@ -110,6 +110,33 @@ def test_log_likelihoods_are_those_of_the_adaptive_model(checkpoint, per):
     assert (len(set(out.turns.flatten().tolist())) > 1) == (per == "token")
 
 
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_log_likelihoods_do_not_depend_on_the_batch(checkpoint, per):
+    """At a tolerance at which the sequences, each by itself, take different numbers of turns."""
+    from lm_eval.api.instance import Instance
+
+    from stars_fast.evaluation.lm_model import StarsFastLM
+
+    given = {"device": "cpu", "dtype": "float64", "turns": 6, "tol": TOL, "tol_per": per}
+    pairs = [("1 + 2 =", " 3"), ("And 40 + 2 is", " 42, of course"), ("0", "0"), (PROMPTS[0], "7")]
+    asked = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)]
+    values, rolled = [], []
+    for batch_size in (1, 4):
+        judged = StarsFastLM(str(checkpoint), batch_size=batch_size, **given)
+        values.append(judged.loglikelihood(asked, disable_tqdm=True))
+        texts = [Instance("loglikelihood_rolling", {}, (a + b,), 0) for a, b in pairs]
+        rolled.append(judged.loglikelihood_rolling(texts, disable_tqdm=True))
+        assert judged.batch_size == batch_size
+    assert [value for value, _ in values[0]] == pytest.approx([value for value, _ in values[1]])
+    assert rolled[0] == pytest.approx(rolled[1])
+    turns = set()
+    for a, b in pairs:
+        ids = judged.tokenizer(a + b, return_tensors="pt").input_ids[:, :-1]
+        with torch.no_grad():
+            turns |= set(judged.model(ids, tol_per=per).turns.flatten().tolist())
+    assert len(turns) > 1
+
+
 def test_a_batch_is_generated_as_one_by_one_and_stops_at_the_end_of_a_message(model):
     made = model.generate_until(requests(PROMPTS), disable_tqdm=True)
     found = [alone(model, prompt) for prompt in PROMPTS]
@@ -155,6 +182,22 @@ def test_each_row_ends_at_its_own_string(model):
     text = model.tokenizer.decode(tokens[0, ids.shape[1] :])
     assert until[0] in text
     assert until[0] not in model.tokenizer.decode(tokens[0, ids.shape[1] : -1])
+
+
+@pytest.mark.parametrize("string", [" pencils", "\n\n", "é。"])
+def test_a_string_is_found_in_whatever_tokens_it_is_written(model, string):
+    from stars_fast.evaluation.lm_model import StopStrings
+
+    def spelled(text):
+        return [i for letter in text for i in model.tokenizer.encode(letter)]
+
+    prompt, last = spelled(string[:-1]), spelled(string[-1])
+    begun_in_prompt = last + spelled("xy" + string[:-1])
+    ids = torch.tensor([prompt + spelled("xy" + string), prompt + begun_in_prompt])
+    stops = StopStrings(model.tokenizer, ["other", string], len(prompt))
+    assert stops(ids, None).tolist() == [True, False]
+    assert stops(ids[:, :-1], None).tolist() == [False, False]
+    assert stops(ids[:, : len(prompt + last)], None).tolist() == [False, False]
 
 
 @pytest.fixture(scope="module")

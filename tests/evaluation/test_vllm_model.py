@@ -1,0 +1,179 @@
+"""Ouro in vLLM: lm-eval's own model of it, with a stand-in of the vLLM underneath."""
+
+import importlib.metadata
+import json
+import re
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from benchmark_data import row_of, write_rows
+
+from stars_fast.cli import main
+from stars_fast.evaluation.vllm_model import BATCH
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+
+LENGTH = 512
+CAP = 50
+
+
+def answer_to(prompt):
+    """Of several lengths."""
+    return "It is " + "really " * (sum(prompt) % 3) + "7."
+
+
+class LLM:
+    """As much of vllm.LLM as lm-eval takes: it answers 7 to everything, and ends the message."""
+
+    loaded: list = []  # noqa: RUF012
+    batches: list = []  # noqa: RUF012
+    fails_at: int | None = None
+
+    def __init__(self, **arguments):
+        LLM.loaded.append(arguments)
+        self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=LENGTH))
+        self.tokenizer = get_tokenizer(arguments["model"])
+
+    def generate(self, prompts, sampling_params, use_tqdm, lora_request):
+        if len(LLM.batches) == LLM.fails_at:
+            raise KeyboardInterrupt
+        LLM.batches.append(len(prompts))
+        prompts = [prompt["prompt_token_ids"] for prompt in prompts]
+        return [self.answer(*each) for each in zip(prompts, sampling_params, strict=True)]
+
+    def answer(self, prompt, given):
+        """The ids with the token that stops it, the text without."""
+        text = answer_to(prompt)
+        ids = self.tokenizer.encode(text + "<|im_end|>")
+        cut = len(ids) > given.max_tokens
+        if cut:
+            ids = ids[: given.max_tokens]
+            text = self.tokenizer.decode(ids)
+        how = "length" if cut else "stop"
+        return SimpleNamespace(
+            outputs=[SimpleNamespace(text=text, token_ids=ids, finish_reason=how)]
+        )
+
+
+def get_tokenizer(name, **_):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-ouro"
+    write_tiny_ouro(folder, hidden_size=32, num_hidden_layers=1, remote_code=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed():
+    """lm-eval's model of vLLM can be imported."""
+    plain = {"SamplingParams": SimpleNamespace, "TokensPrompt": dict, "LLM": LLM}
+    modules = {
+        "vllm": plain,
+        "vllm.lora": {},
+        "vllm.lora.request": {"LoRARequest": None},
+        "vllm.renderers": {},
+        "vllm.renderers.hf": {"resolve_chat_template": lambda tokenizer, **_: None},
+        "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
+    }
+    version = importlib.metadata.version
+    with pytest.MonkeyPatch.context() as patch:
+        for name, contents in modules.items():
+            module = ModuleType(name)
+            module.__spec__ = ModuleSpec(name, None)
+            vars(module).update(contents)
+            patch.setitem(sys.modules, name, module)
+        patch.setattr(
+            importlib.metadata,
+            "version",
+            lambda name: "0.12" if name == "vllm" else version(name),
+        )
+        patch.delitem(sys.modules, "lm_eval.models.vllm_causallms", raising=False)
+        yield
+        sys.modules.pop("lm_eval.models.vllm_causallms", None)
+
+
+@pytest.fixture
+def vllm(installed, monkeypatch):
+    LLM.loaded.clear()
+    LLM.batches.clear()
+    monkeypatch.setattr(LLM, "fails_at", None)
+    return LLM
+
+
+@pytest.fixture
+def words(checkpoint, tmp_path):
+    """A sweep of two tasks, each with five samples, two of which are answered by 7."""
+    for name in ("svamp", "asdiv"):
+        pairs = [(3, 4), (1, 2), (5, 2), (2, 3), (1, 8)]
+        write_rows(tmp_path / f"{name}.jsonl", [row_of(name, a, b, a + b) for a, b in pairs])
+    given = f"eval {checkpoint} --tasks svamp,asdiv --backend vllm --max-new-tokens {CAP}"
+    return [*given.split(), "--data", str(tmp_path), "--out", str(tmp_path / "out")]
+
+
+def results_of(tmp_path):
+    return json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+
+
+def test_it_is_loaded_once_a_number_of_turns(vllm, words, checkpoint, tmp_path):
+    assert main([*words, "--turns", "2,8", "--dtype", "bfloat16"]) == 0
+    asked = [(each["model"], each["dtype"], each["hf_overrides"]) for each in vllm.loaded]
+    assert asked == [(str(checkpoint), "bfloat16", {"total_ut_steps": t}) for t in (2, 8)]
+    assert [(r["turns"], r["task"]) for r in results_of(tmp_path)] == [
+        (2, "svamp"), (2, "asdiv"), (8, "svamp"), (8, "asdiv"),
+    ]  # fmt: skip
+    for result in results_of(tmp_path):
+        assert result["accuracy"] == pytest.approx(2 / 5)
+        assert (result["cut"], result["mean_turns"]) == (0, None)
+
+
+def samples_of(tmp_path):
+    files = tmp_path.glob("out/**/samples.jsonl")
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_tokens_and_cuts_are_those_that_it_reports(vllm, words, checkpoint, tmp_path):
+    """A generation with as many tokens as the cap is cut unless the last of them ends it."""
+    tokenizer = get_tokenizer(checkpoint)
+    lengths = [len(tokenizer.encode("It is " + "really " * i + "7.")) for i in range(3)]
+    cap = lengths[1] + 1
+    assert main([*words, "--turns", "2", "--max-new-tokens", str(cap)]) == 0
+    samples = samples_of(tmp_path)
+    for sample in samples:
+        length = len(tokenizer.encode(answer_to(tokenizer.encode(sample["prompt"]))))
+        cut = length > lengths[1]
+        assert (sample["tokens"], sample["cut"]) == (cap if cut else length, cut)
+    assert {sample["tokens"] for sample in samples} == {lengths[0], lengths[1], cap}
+
+
+def test_what_is_made_is_kept_batch_by_batch(vllm, words, tmp_path, monkeypatch):
+    words = [*words, "--turns", "2", "--batch-size", "2"]
+    monkeypatch.setattr(vllm, "fails_at", 2)
+    assert main(words) == 130
+    (kept,) = tmp_path.glob("out/**/generations.jsonl")
+    assert len(kept.read_text().splitlines()) == 4
+    monkeypatch.setattr(vllm, "fails_at", None)
+    assert main(words) == 0
+    assert vllm.batches == [2, 2, 1, 2, 2, 1]
+
+
+def test_the_prompts_of_a_large_task_are_not_handed_over_at_once(vllm, words, tmp_path):
+    count = BATCH + 3
+    write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", i, 2, 7) for i in range(count)])
+    assert main([*words, "--turns", "2", "--tasks", "svamp"]) == 0
+    assert vllm.batches == [BATCH, 3]
+
+
+def test_a_device_is_refused(vllm, words, capsys):
+    assert main([*words, "--turns", "2", "--device", "cuda:1"]) == 2
+    said = capsys.readouterr().err
+    assert re.search("--device: expected none with --backend vllm.* got cuda:1", said), said
+    assert not vllm.loaded
