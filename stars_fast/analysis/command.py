@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from stars_fast.options import numbers, positive
 
 if TYPE_CHECKING:
-    import torch
-
     from stars_fast.analysis.measure import Measured
 
 JACOBIAN_AT = (1, 2, 4, 8, 16, 32, 64)
@@ -47,7 +45,8 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
         "--jacobian-at",
         type=numbers,
         metavar="1,2,4",
-        help="turns after which the Jacobian is taken (default 1,2,4,8,16,32,64 up to --turns)",
+        help="turns after which the Jacobian is taken, besides --turns (default "
+        f"{','.join(map(str, JACOBIAN_AT))})",
     )
     add(
         "--text",
@@ -81,8 +80,10 @@ def _tolerance(text: str) -> float:
 def _analyze(options: argparse.Namespace) -> int:
     from stars_fast.analysis.measure import Plan, measure
     from stars_fast.analysis.report import write_report
-    from stars_fast.analysis.subjects import Request, load_subject
+    from stars_fast.analysis.subjects import Request, find_subject
+    from stars_fast.evaluation.loading import device_for, make_folder
     from stars_fast.evaluation.report import labels_of
+    from stars_fast.training.optional import need
 
     plan = Plan(
         turns=options.turns,
@@ -96,10 +97,12 @@ def _analyze(options: argparse.Namespace) -> int:
         batch=options.batch,
         text=options.text,
         step=options.step,
-        device=_device(options.device),
+        device=device_for(options.device),
     )
+    need("matplotlib.figure", "figures")
+    subjects = [find_subject(run, request) for run in dict.fromkeys(options.runs)]
     out = Path(options.out or _default_out(options.runs[0]))
-    subjects = [load_subject(run, request) for run in dict.fromkeys(options.runs)]
+    make_folder(out)
     names = labels_of({subject.source: subject.name for subject in subjects})
     runs: dict[str, Measured] = {}
     for subject in subjects:
@@ -119,30 +122,13 @@ def _jacobian_at(options: argparse.Namespace) -> tuple[int, ...]:
 
     if options.turns < 2:
         raise ConfigError(f"--turns must be at least 2, got {options.turns}")
-    if options.jacobian_at is None:
-        return tuple(sorted({t for t in JACOBIAN_AT if t <= options.turns} | {options.turns}))
-    if max(options.jacobian_at) > options.turns:
+    asked = options.jacobian_at or [t for t in JACOBIAN_AT if t <= options.turns]
+    if max(asked) > options.turns:
         raise ConfigError(
             f"--jacobian-at must be at most --turns, {options.turns}, got "
-            f"{','.join(map(str, options.jacobian_at))}"
+            f"{','.join(map(str, asked))}"
         )
-    return tuple(sorted(set(options.jacobian_at)))
-
-
-def _device(name: str | None) -> torch.device:
-    """Raises ConfigError for a device that is not there."""
-    import torch
-
-    from stars_fast.training.tree import ConfigError
-
-    cuda = torch.cuda.is_available()
-    try:
-        device = torch.device(name or ("cuda" if cuda else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"--device must be cpu, cuda, cuda:1, ..., got {name!r}") from error
-    if device.type == "cuda" and not cuda:
-        raise ConfigError(f"--device is {name} but PyTorch sees no CUDA device")
-    return device
+    return tuple(sorted({*asked, options.turns}))
 
 
 def _default_out(run: str) -> Path:

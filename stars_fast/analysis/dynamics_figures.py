@@ -11,10 +11,17 @@ import numpy as np
 
 from stars_fast.analysis.measure import Measured
 from stars_fast.analysis.pca import Projection
-from stars_fast.analysis.plots import COLOURS, LINES, TrainedDepth, turns_axis
+from stars_fast.analysis.plots import (
+    TrainedDepth,
+    blank_figure,
+    colour_of,
+    line_of,
+    new_figure,
+    plain_style,
+    turns_axis,
+)
 from stars_fast.analysis.quantities import QUANTITIES, Quantity
-from stars_fast.analysis.summary import quartiles
-from stars_fast.training.optional import need
+from stars_fast.analysis.summary import REST, quartiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,46 +40,47 @@ BAR = 4.0
 def quantity_picture(quantity: Quantity, runs: Runs) -> bytes:
     """PNG of one quantity against the turns: the median over the samples of a run as a line, and
     the half of them around it as a band."""
-    figure = _canvas(7.2, 3.3)
-    axis = figure.subplots()
+    figure, (axis,) = new_figure(1, width=7.2, height=3.3)
     _draw(axis, quantity, runs)
     if len(runs) > 1:
         _legend(figure, runs)
     return _png(figure)
 
 
-def paths_picture(runs: Runs, reach: float | None = None) -> bytes:
+def paths_picture(runs: Runs, reach: float) -> bytes:
     """PNG of the paths of the states of each run in the plane of their first two principal
     components: above all turns, below the second half of them seen from the last state, as far as
-    `reach`; by default that of these runs."""
-    figure = _canvas(3.6 * len(runs) + 0.8, 6.6)
-    _paths(figure, runs, reach or reach_of(runs))
+    `reach`."""
+    figure = blank_figure(3.6 * len(runs) + 0.8, 6.6)
+    _paths(figure, runs, reach)
     return _png(figure)
 
 
-def reach_of(runs: Runs) -> float:
-    """How far from the last state, over its norm, the second half of the paths comes."""
+def reach_of(runs: Runs, tol: float) -> float:
+    """How far from the last state, over its norm, the second half of the paths comes; at least so
+    far as that of a state at rest may, with `tol` for its residual."""
     tails = [run.tail.points for run in runs.values() if run.tail is not None]
-    return max((1.08 * float(np.nanmax(np.abs(t))) for t in tails), default=0.0) or 1.0
+    return max([REST * tol, *(1.08 * float(np.nanmax(np.abs(t))) for t in tails)])
 
 
-def overview(runs: Runs) -> bytes:
-    """PNG of everything: the quantities, and below them the paths."""
+def overview(runs: Runs, reach: float) -> bytes:
+    """PNG of everything: the quantities, and below them the paths, with `reach` as above."""
     shown = [q for q in QUANTITIES if any(q.values(run) is not None for run in runs.values())]
     columns = 2
     rows = math.ceil(len(shown) / columns)
     below = 6.6
-    figure = _canvas(max(11.0, 3.6 * len(runs) + 0.8), 2.5 * rows + below)
+    figure = blank_figure(max(11.0, 3.6 * len(runs) + 0.8), 2.5 * rows + below)
     parts: Any = figure.subfigures(2, 1, height_ratios=[2.5 * rows, below])
     upper, lower = parts
     axes = list(upper.subplots(rows, columns, squeeze=False).flat)
     for axis, quantity in zip(axes, shown, strict=False):
+        plain_style(axis)
         _draw(axis, quantity, runs)
     for axis in axes[len(shown) :]:
         axis.set_visible(False)
     if len(runs) > 1:
         _legend(upper, runs)
-    _paths(lower, runs, reach_of(runs))
+    _paths(lower, runs, reach)
     return _png(figure)
 
 
@@ -80,7 +88,6 @@ def overview(runs: Runs) -> bytes:
 
 
 def _draw(axis: Axes, quantity: Quantity, runs: Runs) -> None:
-    _style(axis)
     seen: list[np.ndarray] = []
     last = 1
     for index, run in enumerate(runs.values()):
@@ -99,7 +106,7 @@ def _draw(axis: Axes, quantity: Quantity, runs: Runs) -> None:
             turns,
             bands[1],
             color=colour_of(index),
-            linestyle=_line(index),
+            linestyle=line_of(index),
             linewidth=1.7,
             marker="o" if quantity.points else None,
             markersize=4,
@@ -194,7 +201,7 @@ def _paths(figure: Figure | SubFigure, runs: Runs, reach: float) -> None:
 
 
 def _panel(axis: Axes, found: Projection | None, norm: Any, first: int) -> None:
-    _style(axis)
+    plain_style(axis)
     axis.tick_params(labelsize=8)
     axis.set_box_aspect(1)
     if found is None:
@@ -228,7 +235,7 @@ def _panel(axis: Axes, found: Projection | None, norm: Any, first: int) -> None:
 def _legend(figure: Figure | SubFigure, runs: Runs) -> None:
     from matplotlib.lines import Line2D
 
-    lines = [Line2D([], [], color=colour_of(i), ls=_line(i)) for i in range(len(runs))]
+    lines = [Line2D([], [], color=colour_of(i), ls=line_of(i)) for i in range(len(runs))]
     figure.legend(
         lines,
         list(runs),
@@ -237,30 +244,6 @@ def _legend(figure: Figure | SubFigure, runs: Runs) -> None:
         frameon=False,
         fontsize=9,
     )
-
-
-def colour_of(index: int) -> str:
-    """Of the run of this number."""
-    return COLOURS[index % len(COLOURS)]
-
-
-def _line(index: int) -> Any:
-    return LINES[index // len(COLOURS) % len(LINES)]
-
-
-def _style(axis: Axes) -> None:
-    axis.grid(True, color="#dddddd", linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _canvas(width: float, height: float) -> Figure:
-    agg = need("matplotlib.backends.backend_agg", "figures")
-    figure = need("matplotlib.figure", "figures").Figure(
-        figsize=(width, height), dpi=150, layout="constrained"
-    )
-    agg.FigureCanvasAgg(figure)
-    return figure
 
 
 def _png(figure: Figure) -> bytes:

@@ -23,7 +23,7 @@ class Spectrum:
     mean_square: [B], ||J||_F^2 / D, the mean squared singular value; the penalty with one power
         step is an estimate of it.
     r4: [B], (sum s^2)^2 / sum s^4, the number of singular values that carry it.
-    settled: whether the radii of all samples met the tolerance.
+    settled: whether the residual of each sample's radius met the tolerance, or it has none.
     """
 
     radius: Tensor
@@ -64,12 +64,6 @@ def spectrum(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named.
     """
-    finite = finite_samples(h, mask)
-    if not finite.any():
-        nothing = torch.full((len(h),), torch.nan, dtype=torch.float64)
-        return Spectrum(nothing, nothing, nothing, True)
-    if not finite.all():  # one that is would never settle; another sample's state stands in
-        h = torch.where(_column(finite, h), h, h[finite][:1])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         radius = spectral_radius(block, h, mask=mask, steps=steps, tol=tol, generator=generator)
@@ -80,8 +74,7 @@ def spectrum(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
     moments = singular_moments(block, h, mask=mask, probes=probes, generator=generator)
-
-    finite = finite & moments.mean_square.isfinite()
+    finite = finite_samples(h, mask) & moments.mean_square.isfinite()
 
     def kept(x: Tensor) -> Tensor:
         return torch.where(finite, x.double(), torch.nan).cpu()
@@ -93,7 +86,3 @@ def finite_samples(h: Tensor, mask: Tensor | None = None) -> Tensor:
     """[B] bool: whether all entries of a sample are finite, those of pads aside."""
     good = h.isfinite().flatten(2).all(2) if h.dim() > 2 else h.isfinite()
     return (good if mask is None else good | ~mask.to(h.device, torch.bool)).flatten(1).all(1)
-
-
-def _column(x: Tensor, like: Tensor) -> Tensor:
-    return x.view(-1, *[1] * (like.dim() - 1))

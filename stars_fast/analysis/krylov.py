@@ -16,7 +16,7 @@ EVERY = 16
 
 class Radius(NamedTuple):
     """radius: [B] fp64, NaN where a product was not finite. settled: [B] bool, whether the residual
-    of its eigenpair met `tol`."""
+    of its eigenpair met `tol`, or there is no radius to search."""
 
     radius: Tensor
     settled: Tensor
@@ -30,26 +30,31 @@ def krylov_radius(
     For each a space of v, J v, J J v, ... is built, and its Ritz value of the largest modulus
     taken, until the residual ||J y - theta y|| of all is at most tol |theta|; a space of `VECTORS`
     is begun anew at its own y. Unlike power iteration it tells many eigenvalues of nearly the same
-    modulus apart, and knows its error.
+    modulus apart.
+
+    The residual says that theta is an eigenvalue of an operator so near to J. Of a normal J some
+    eigenvalue is as near to theta; of others, such as the Jacobian of causal attention, all may be
+    farther, and the radius some percent off where the residual is small.
 
     Args:
         apply: linear in its argument, row by row.
         start: [B, ...], the first vectors; rows of 0 have radius 0.
         steps: most products.
-        tol: relative accuracy at which to stop.
+        tol: residual over |theta| at which to stop.
     """
     shape, left = start.shape, steps
-    v = _unit(start.flatten(1))[0]
+    v = unit(start.flatten(1))[0]
     while True:
         space = _Space(lambda x: apply(x.view(shape)).flatten(1), v, min(VECTORS, left))
         while True:
             left -= space.grow(min(EVERY, left))
             found, y = space.largest(tol)
-            if (found.settled | found.radius.isnan()).all() or not left:
+            if found.settled.all() or not left:
                 return Radius(found.radius.to(start.device), found.settled.to(start.device))
             if space.full:
                 break
-        v = _unit(space.vector(y))[0]
+        v = unit(space.vector(y))[0]
+        del space  # before the next, which is as large
 
 
 class _Space:
@@ -77,7 +82,7 @@ class _Space:
                 inner = known @ w.unsqueeze(2)
                 w = w - (inner.mT @ known).squeeze(1)
                 self.small[:, : j + 1, j] += inner.squeeze(2).double()
-            new, length = _unit(w)
+            new, length = unit(w)
             exhausted = length <= 10 * torch.finfo(w.dtype).eps * before
             self.basis[:, j + 1] = torch.where(exhausted[:, None], 0.0, new)
             self.small[:, j + 1, j] = torch.where(exhausted, 0.0, length)
@@ -93,17 +98,18 @@ class _Space:
         each = torch.arange(len(top))
         radius, y = values.abs()[each, top], vectors[each, :, top]
         error = small[:, n, n - 1].abs() * y[:, -1].abs()
-        settled = (error <= tol * radius) & ~broken
+        settled = error <= tol * radius  # as 0 <= 0 where broken
         return Radius(radius.masked_fill(broken, torch.nan), settled), y
 
     def vector(self, y: Tensor) -> Tensor:
-        """[B, N]: a real vector in the plane of the complex one; of such a pair any will do."""
-        mixed = (y.real + y.imag).to(self.basis)
-        return (mixed.unsqueeze(1) @ self.basis[:, : self.count]).squeeze(1)
+        """[B, N]: a real vector in the plane of the complex one, of which any will do. LAPACK turns
+        a vector so that its largest entry is real: the real part is not 0."""
+        real = y.real.to(self.basis)
+        return (real.unsqueeze(1) @ self.basis[:, : self.count]).squeeze(1)
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [B, N] over its norm, and the norm [B] in fp64; 0 stays 0."""
-    norm = x.double().norm(dim=1)
+def unit(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [B, ...] over its norm, a row at a time, and the norm [B] in fp64; 0 stays 0."""
+    norm = x.double().flatten(1).norm(dim=1)
     scale = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1.0), 0.0)
-    return x * scale.to(x.dtype)[:, None], norm
+    return x * scale.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from stars_fast.analysis.spectrum import spectral_radius
 from stars_fast.analysis.subjects import Subject
 from stars_fast.analysis.trajectory import Trajectory, trajectory
 from stars_fast.training.batches import MicroBatch
+from stars_fast.training.loop import Loop
 from stars_fast.training.seeds import derive
 
 PATHS = 16
@@ -22,6 +24,8 @@ PATHS = 16
 
 CHECKED = 2
 """Samples whose radius is computed by ARPACK too."""
+RESTARTS = 10
+"""The most of ARPACK, of about 20 products each."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Plan:
     jacobian_at: the turns after which the Jacobian is taken.
     place: the supervised token of each sample whose path is drawn: first, middle or last.
     probes: random directions for the moments of the singular values.
-    tol: relative accuracy of the radius.
+    tol: of the radius, as of `spectral_radius`.
     seed: of all random directions.
     """
 
@@ -50,15 +54,16 @@ class Measured:
 
     trajectory: of all samples.
     jacobian: by turn, of all samples.
-    check: (turn, radii as above, radii by ARPACK) of a few samples; None where
-        no state is finite.
+    check: (turn, radii as above, radii by ARPACK) of a few samples, NaN where ARPACK found none;
+        None where no state is finite.
     accuracy: by turn, 1 to `turns`, or None. loss: by turn, token loss in nats of the samples.
     spread: [T + 1], the root mean square distance of the states of one token of the first samples
         from their mean, over the root mean square of their norms: 0 where all samples are in one
         state, whatever they began with. NaN where one is not finite.
-    paths: the states of that token of the first samples, in their plane; None where none is finite.
+    paths: the states of that token of the first samples, in their plane; None where less than two
+        are finite.
     tail: the second half of the paths less their ends, over the largest norm in it, in a plane of
-        its own, with the ends as origin; None where no end is finite.
+        its own, with the ends as origin; None where less than two of these are finite.
     """
 
     subject: Subject
@@ -75,12 +80,14 @@ class Measured:
 def measure(
     subject: Subject, plan: Plan, say: Callable[[str], None] = lambda text: None
 ) -> Measured:
-    """Run the turns and take the Jacobian at some of their states. `say` hears of the progress."""
-    batches = [_Batch(subject, batch, plan, number) for number, batch in enumerate(subject.batches)]
-    moved = []
-    for number, batch in enumerate(batches, start=1):
-        say(f"batch {number} of {len(batches)}")
-        moved.append(batch.run())
+    """Load the model, run its turns and take the Jacobian at some of the states. `say` hears of the
+    progress."""
+    loop, count = subject.load(), len(subject.batches)
+    batches = [
+        _Batch(loop, batch, plan, number, _under(f"batch {number + 1} of {count}", say))
+        for number, batch in enumerate(subject.batches)
+    ]
+    moved = [batch.run() for batch in batches]
     losses = torch.stack([batch.losses for batch in batches]).sum(0)
     losses = losses / sum(len(batch.batch.labels) for batch in batches)
     wanted = range(1, plan.turns + 1)
@@ -90,7 +97,7 @@ def measure(
         trajectory=Trajectory.join(moved),
         jacobian={t: Spectrum.join([b.spectra[t] for b in batches]) for t in plan.jacobian_at},
         check=next((b.check for b in batches if b.check is not None), None),
-        accuracy=None if subject.accuracy is None else subject.accuracy(list(wanted)),
+        accuracy=None if subject.accuracy is None else subject.accuracy(loop, list(wanted)),
         loss=dict(zip(wanted, losses.tolist(), strict=True)),
         spread=_spread(paths),
         paths=_plane(paths),
@@ -98,11 +105,17 @@ def measure(
     )
 
 
+def _under(head: str, say: Callable[[str], None]) -> Callable[[str], None]:
+    return lambda text: say(f"{head}: {text}")
+
+
 class _Batch:
     """Some samples on their way through the turns."""
 
-    def __init__(self, subject: Subject, batch: MicroBatch, plan: Plan, number: int) -> None:
-        self.loop, self.batch, self.plan = subject.loop, batch, plan
+    def __init__(
+        self, loop: Loop, batch: MicroBatch, plan: Plan, number: int, say: Callable[[str], None]
+    ) -> None:
+        self.loop, self.batch, self.plan, self.say = loop, batch, plan, say
         self.number, self.mask = number, batch.samples.mask
         self.spectra: dict[int, Spectrum] = {}
         self.check: tuple[int, list[float], list[float]] | None = None
@@ -111,6 +124,7 @@ class _Batch:
         self._rows, self._columns = self._places()
 
     def run(self) -> Trajectory:
+        self.say(f"{self.plan.turns} turns")
         with torch.no_grad():
             h0 = self.loop.prelude(self.batch.tokens)
             self.block = self.loop.turn(h0, self.batch.samples)
@@ -138,6 +152,7 @@ class _Batch:
         if turn in self.plan.jacobian_at:
             plan = self.plan
             generator = self._generator(turn, h)
+            self.say(f"Jacobian after turn {turn}")
             self.spectra[turn] = spectrum(
                 self.block, h, mask=self.mask, tol=plan.tol, probes=plan.probes, generator=generator
             )
@@ -152,7 +167,12 @@ class _Batch:
         finite = finite_samples(h, self.mask).nonzero().flatten().tolist()[:CHECKED]
         if self.number or not finite:
             return
-        part = self.batch.samples.take(finite)
+        self.say(f"{len(finite)} radii of it by ARPACK")
+        ours = self.spectra[turn].radius[finite].tolist()
+        self.check = turn, ours, [self._arpack(turn, h, sample) for sample in finite]
+
+    def _arpack(self, turn: int, h: Tensor, sample: int) -> float:
+        part = self.batch.samples.take([sample])
         state = part.of(h)
         try:
             radius = spectral_radius(
@@ -160,15 +180,15 @@ class _Batch:
                 state,
                 mask=part.samples.mask,
                 method="arnoldi",
+                steps=RESTARTS,
                 tol=self.plan.tol,
                 generator=self._generator(turn, h),
             )
         except RuntimeError as error:
             if "ARPACK" not in str(error):
                 raise
-            radius = torch.full((len(finite),), torch.nan)
-        ours = self.spectra[turn].radius[finite].tolist()
-        self.check = turn, ours, radius.double().tolist()
+            return math.nan
+        return float(radius)
 
 
 def _spread(paths: np.ndarray) -> Tensor:
@@ -186,4 +206,5 @@ def _tail(paths: np.ndarray) -> np.ndarray:
 
 
 def _plane(paths: np.ndarray, origin: np.ndarray | None = None) -> Projection | None:
-    return project(paths, origin=origin) if np.isfinite(paths).all(-1).any() else None
+    points = np.isfinite(paths).all(-1).sum()
+    return project(paths, origin=origin) if points >= 2 else None

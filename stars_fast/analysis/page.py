@@ -37,6 +37,10 @@ img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
 """
 
 
+AGREE = 0.01
+"""Two searches whose radii differ by a larger part don't confirm each other."""
+
+
 class Picture(NamedTuple):
     """A title, what is shown and how to read it, the PNGs beside each other by label, and whether
     they take the whole width of the page."""
@@ -133,6 +137,10 @@ def _two(key: str) -> Callable[[Mapping[str, Any]], str]:
     return show
 
 
+def _turns(first: str, last: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda run: f"{run['summary'][first]} → {run['summary'][last]}"
+
+
 def _trained(run: Mapping[str, Any]) -> str:
     trained = run["trained_turns"]
     low, high = trained if isinstance(trained, (tuple, list)) else (trained, trained)
@@ -156,25 +164,22 @@ def _at_rest(run: Mapping[str, Any]) -> str:
     count = f"{summary['converged']} of {summary['samples']}"
     if summary["convergence"] is None:
         return count
-    return f"{count}, from turn {summary['convergence']:g} on"
+    return f"{count}, from turn {summary['convergence']:g}"
 
 
 ROWS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("turns of the training", _trained),
-    ("turns compared below (a → b)", lambda r: f"{r['summary']['trained']} → {_last(r)}"),
-    ("accuracy or token loss", _quality),
-    ("spectral radius", _two("radius")),
-    ("samples with radius below 1 at depth", _contracting),
-    ("residual", _two("residual")),
+    ("turns compared (a → b)", _turns("base", "turns")),
+    ("accuracy or token loss (a → b)", _quality),
+    ("residual (a → b)", _two("residual")),
+    ("norm at b over that at a", lambda r: _shown(r["summary"]["growth"])),
     ("samples that come to rest", _at_rest),
-    ("norm grows by the factor", lambda r: _shown(r["summary"]["growth"])),
-    ("spread of the samples at the end", lambda r: _shown(r["summary"]["spread"])),
-    ("singular values that matter (r4)", _two("r4")),
+    ("spread of the samples at b", lambda r: _shown(r["summary"]["spread"])),
+    ("turns of the Jacobian (c → d)", _turns("trained", "deepest")),
+    ("spectral radius (c → d)", _two("radius")),
+    ("radius below 1 at d", _contracting),
+    ("r4 (c → d)", _two("r4")),
 )
-
-
-def _last(run: Mapping[str, Any]) -> int:
-    return run["summary"]["turns"]
 
 
 def _figure(picture: Picture) -> str:
@@ -197,7 +202,7 @@ def _definitions() -> str:
         "state": "h(t), the hidden vectors of all real tokens of a sample after t turns.",
     }
     words |= {quantity.title: quantity.definition for quantity in QUANTITIES}
-    words["comes to rest"] = "The residual is below the tolerance from some turn on to the end."
+    words["comes to rest"] = "Converges, of the kinds of motion below."
     words["components"] = (
         "The directions along which the drawn states vary most (principal components), with the "
         "share of the variance along each."
@@ -215,7 +220,7 @@ def _pairs(pairs: Mapping[str, str]) -> str:
 
 
 def _notes(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What to know of the radii: those that did not settle, and the check."""
+    """What to know of the radii: those that did not settle, and what ARPACK says."""
     notes = []
     for label, run in runs.items():
         loose = [str(turn) for turn, found in run["jacobian"].items() if not found["settled"]]
@@ -226,9 +231,19 @@ def _notes(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         check = run["check"]
         if check is not None:
-            ours, arpack = (", ".join(_shown(v) for v in check[k]) for k in ("radius", "arpack"))
-            notes.append(
-                f"{label}: radii of the first samples at turn {check['turn']}: {ours}; checked by "
-                f"ARPACK: {arpack}."
-            )
+            notes.append(f"{label}: {_check(check)}")
     return [f'<p class="small">{escape(note)}</p>' for note in notes]
+
+
+def _check(check: Mapping[str, Any]) -> str:
+    pairs = list(zip(check["radius"], check["arpack"], strict=True))
+    ours, arpack = (", ".join(map(_shown, values)) for values in zip(*pairs, strict=True))
+    text = f"radii of the first samples at turn {check['turn']}: {ours}; by ARPACK: {arpack}."
+    if any(b is None for _, b in pairs):
+        text += " Where a dash stands ARPACK found none within its restarts."
+    if any(a is not None and b is not None and abs(a - b) > AGREE * b for a, b in pairs):
+        text += (
+            f" Warning: they differ by more than {AGREE:.0%}, so the radii of this run are not "
+            "known better than that."
+        )
+    return text

@@ -112,9 +112,9 @@ def _turns_line(axis: "Axes", index: int, label: str, points: Mapping[Any, float
         places,
         [points[t] for t in places],
         label=label,
-        color=_colour(index),
+        color=colour_of(index),
         marker=MARKERS[index % len(MARKERS)],
-        linestyle=LINES[index // len(COLOURS) % len(LINES)],
+        linestyle=line_of(index),
         markersize=5.5,
         linewidth=1.8,
         clip_on=False,
@@ -173,7 +173,7 @@ def loss_against_turns(
     for index, (label, points) in enumerate(losses.items()):
         places = sorted(points)
         values = [points[t] for t in places]
-        axis.plot(places, values, label=label, color=_colour(index), marker=MARKERS[index % 7])
+        axis.plot(places, values, label=label, color=colour_of(index), marker=MARKERS[index % 7])
     turns_axis(axis, sorted({t for points in losses.values() for t in points}))
     axis.set_ylabel("token loss (nats)")
     axis.set_title(title, loc="left", fontsize=11)
@@ -218,7 +218,7 @@ def training_curves(
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if scale == "log":
                 points = [(step, value) for step, value in points if value > 0]
-            _curve(axis, points, _colour(index), label)
+            _curve(axis, points, colour_of(index), label)
         axis.set_yscale(scale)
         axis.set_ylabel(name)
     axes[-1].set_xlabel("optimiser step")
@@ -280,7 +280,7 @@ def _depth_bars(axis: "Axes", labels: list[str], trained: Mapping[str, TrainedDe
         if left >= right:
             left, right = limits[1] / 1.03, limits[1]
         bottom = -height * (row + 1) + 1
-        colour = _colour(labels.index(label))
+        colour = colour_of(labels.index(label))
         axis.barh(bottom, right - left, height - 2, left, align="edge", color=colour, alpha=0.6)
         axis.text(
             right,
@@ -302,8 +302,14 @@ def _ends(trained: TrainedDepth) -> tuple[float, float]:
     return trained if isinstance(trained, tuple) else (trained, trained)
 
 
-def _colour(index: int) -> str:
+def colour_of(index: int) -> str:
+    """Of the label of this number."""
     return COLOURS[index % len(COLOURS)]
+
+
+def line_of(index: int) -> str:
+    """The style of its line, another one where the colours begin anew."""
+    return LINES[index // len(COLOURS) % len(LINES)]
 
 
 def new_figure(
@@ -311,13 +317,7 @@ def new_figure(
 ) -> "tuple[Figure, list[Axes]]":
     """An empty figure of so many inches, and its panels row by row; with several columns they share
     the vertical axis too. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('figures need matplotlib: pip install "stars-fast[train]"') from error
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = blank_figure(width, height)
     rows = -(-panels // columns)
     grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False)
     axes = list(grid.flat)
@@ -325,10 +325,27 @@ def new_figure(
         unused.remove()
     axes = axes[:panels]
     for axis in axes:
-        axis.grid(True, color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
+        plain_style(axis)
     return figure, axes
+
+
+def blank_figure(width: float, height: float) -> "Figure":
+    """Of so many inches. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "stars-fast[train]"') from error
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def plain_style(axis: "Axes") -> None:
+    """A faint grid below, and no frame above and on the right."""
+    axis.grid(True, color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: "Figure", path: str | Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stars_fast.analysis.measure import Measured
+from stars_fast.analysis.measure import PATHS, Measured
 
 Numbers = tuple[list[int], Tensor]
 """Turns, and values [n, B] of the samples at each of them."""
@@ -147,10 +147,10 @@ QUANTITIES = (
         "spread",
         "Difference between samples",
         "spread / norm",
-        "How far the states of different samples are apart: where the line falls to 0 all samples "
-        "end in one state, and nothing is left of what they began with.",
-        "Root mean square distance of the states of one token of each sample from their mean over "
-        "the samples, over the root mean square of their norms.",
+        "How far the states of one token of different samples are apart: where the line falls to 0 "
+        "all end in one state, and nothing is left of what they began with.",
+        "Root mean square distance of the states of one token of each sample that is drawn (the "
+        f"first, at most {PATHS}) from their mean, over the root mean square of their norms.",
         lambda run: (list(range(len(run.spread))), run.spread[:, None]),
         log=False,
     ),

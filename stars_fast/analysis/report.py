@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.analysis.dynamics_figures import (
-    colour_of,
     overview,
     paths_picture,
     quantity_picture,
@@ -17,6 +16,7 @@ from stars_fast.analysis.dynamics_figures import (
 )
 from stars_fast.analysis.measure import PATHS, Measured, Plan
 from stars_fast.analysis.page import Picture, page
+from stars_fast.analysis.plots import colour_of
 from stars_fast.analysis.quantities import QUANTITIES
 from stars_fast.analysis.record import record
 from stars_fast.analysis.subjects import Request
@@ -28,7 +28,8 @@ READ_PATHS = (
     f"The states of one token of each sample (at most {PATHS}), in the plane in which they move "
     "most: each line is a sample, each dot a turn, the circle its start and the square its end. In "
     "the picture of the second half, the last state is the centre and 1 the largest norm, "
-    "on the same scale for all runs: a state at rest is a spot, a cycle a ring or a star of the "
+    "on the same scale for all runs, which ends at ten tolerances of the residual at the least: a "
+    "state at rest is a spot, a cycle a ring or a star of the "
     "same few points, and a state that leaves a ray."
 )
 
@@ -36,8 +37,8 @@ READ_PATHS = (
 def write_report(
     runs: Mapping[str, Measured], out: Path, plan: Plan, request: Request, tol: float
 ) -> dict[str, Any]:
-    """Write analysis.html, analysis.json, analysis.png and paths.png into the folder `out`, and
-    return what `record` says of each run.
+    """Write analysis.json, analysis.png, paths.png and analysis.html into the folder `out`, which
+    is there, and return what `record` says of each run.
 
     runs: by label. plan, request: what was measured, and of what. tol: residual at rest.
 
@@ -46,25 +47,24 @@ def write_report(
     found = record(runs, tol)
     settings = asdict(plan) | asdict(request) | {"device": str(request.device), "rest": tol}
     machine = describe(request.device)
+    reach = reach_of(runs, tol)
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "analysis.png").write_bytes(overview(runs))
-        (out / "paths.png").write_bytes(paths_picture(runs))
         content = {"settings": settings, "machine": machine, "runs": found}
         write_text(out / "analysis.json", json.dumps(content, allow_nan=False) + "\n")
+        (out / "analysis.png").write_bytes(overview(runs, reach))
+        (out / "paths.png").write_bytes(paths_picture(runs, reach))
         colours = [colour_of(index) for index in range(len(runs))]
-        shown = page(found, pictures(runs), _settings(settings, machine), colours)
+        shown = page(found, pictures(runs, reach), _settings(settings, machine), colours)
         write_text(out / "analysis.html", shown)
     except OSError as error:
         raise ConfigError(f"--out: can't write to {out}: {error.strerror}") from error
     return found
 
 
-def pictures(runs: Mapping[str, Measured]) -> list[Picture]:
-    """Those of the page, in their order."""
+def pictures(runs: Mapping[str, Measured], reach: float) -> list[Picture]:
+    """Those of the page, in their order; `reach` as of `paths_picture`."""
     shown = [q for q in QUANTITIES if any(q.values(run) is not None for run in runs.values())]
     found = [Picture(q.title, q.read, {"": quantity_picture(q, runs)}) for q in shown]
-    reach = reach_of(runs)
     paths = {label: paths_picture({label: run}, reach) for label, run in runs.items()}
     return [
         found[0]._replace(wide=True),
@@ -82,7 +82,7 @@ def _settings(settings: Mapping[str, Any], machine: Mapping[str, Any]) -> dict[s
         "token of the paths": f"{settings['place']} of those to be predicted",
         "at rest": f"residual below {settings['rest']:g}",
         "random directions": f"{settings['probes']} for the moments; seed {settings['seed']}",
-        "radius": f"Krylov spaces, to {settings['tol']:g} or 200 products",
+        "radius": f"Krylov spaces, to a residual of {settings['tol']:g} or 200 products",
         "arithmetic": "float32; norms in float64",
         "machine": f"{machine['device']}, {machine['threads']} threads",
         "versions": f"stars_fast {machine['stars_fast']} ({machine['commit']}), torch "

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stars_fast.analysis.krylov import krylov_radius
+from stars_fast.analysis.krylov import krylov_radius, unit
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows, sample_of
 
@@ -46,7 +46,11 @@ def spectral_radius(
         method: "krylov" (all samples at once, keeps up to 65 states), "power" (all at once, keeps
             two; may settle below the radius) or "arnoldi" (ARPACK, one sample at a time).
         steps: most products with the Jacobian, or restarts ("arnoldi"), per sample.
-        tol: relative accuracy at which to stop.
+        tol: at which to stop: the residual ||J y - theta y|| / |theta| of an eigenpair ("krylov",
+            "arnoldi"), or the relative change from product to product ("power"). Of a normal
+            Jacobian the first is the accuracy of theta too; of others the radius may be some
+            percent off where the residual is small. (The exact radius of a causal block is the
+            largest, over the tokens, of those of its Jacobian's diagonal blocks.)
         generator: of the random start.
 
     Returns:
@@ -109,13 +113,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a.double() * b.double()).flatten(1).sum(1)
 
 
-def _unit(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x over its norm, a sample at a time, and the norm [B]; 0 stays 0."""
-    norm = _dot(x, x).sqrt()
-    scale = torch.where(norm > 0, 1 / torch.where(norm > 0, norm, 1.0), 0.0)
-    return x * scale.to(x.dtype).view(-1, *[1] * (x.dim() - 1)), norm
-
-
 def _ritz_radius(previous: Tensor, growth: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """Radius of J on span(previous, v), where J previous = growth v and J v = w.
 
@@ -140,8 +137,8 @@ def _ritz_radius(previous: Tensor, growth: Tensor, v: Tensor, w: Tensor) -> Tens
 
 
 def _power(apply: Operator, start: Tensor, steps: int, tol: float) -> Tensor:
-    previous, _ = _unit(start)
-    v, growth = _unit(apply(previous))
+    previous, _ = unit(start)
+    v, growth = unit(apply(previous))
     radius = growth
     settled = torch.zeros_like(growth)
     for _ in range(steps - 1):
@@ -153,7 +150,7 @@ def _power(apply: Operator, start: Tensor, steps: int, tol: float) -> Tensor:
         if bool((settled >= 5).all()):
             break
         previous = v
-        v, growth = _unit(w)
+        v, growth = unit(w)
     else:
         _warn_unsettled(int((settled < 1).sum()), len(radius), steps, tol)
     return radius.to(start.dtype)

@@ -48,25 +48,26 @@ class Request:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in fp32 and evaluation mode, and the samples it is watched on, on their device.
+    """A model that is yet to be loaded, and the samples it is watched on, on their device.
 
     source: run folder, checkpoint or hub id, as given.
     name: of the run, or of the checkpoint.
     what: the model, the data and the step, for people.
-    loop: the model.
+    load: gives the model, in fp32, in evaluation mode and without gradients of its weights. Nothing
+        here keeps it, so that of several subjects one at a time is in memory.
     batches: the samples, padded on the right.
     trained: the turns of the training.
-    accuracy: exact match at each of some numbers of turns; None for a model that is judged by its
-        token loss.
+    accuracy: exact match of the model at each of some numbers of turns; None where token loss is
+        what it is judged by.
     """
 
     source: str
     name: str
     what: str
-    loop: Loop
+    load: Callable[[], Loop]
     batches: list[MicroBatch]
     trained: TrainedDepth
-    accuracy: Callable[[Sequence[int]], dict[int, float]] | None = None
+    accuracy: Callable[[Loop, Sequence[int]], dict[int, float]] | None = None
 
     @property
     def samples(self) -> int:
@@ -78,7 +79,7 @@ class Subject:
         return sum(batch.real_tokens for batch in self.batches)
 
 
-def load_subject(source: str, request: Request) -> Subject:
+def find_subject(source: str, request: Request) -> Subject:
     """The model of a run folder, an Ouro checkpoint in the public layout or one of the hub.
 
     Raises ConfigError if there is no such model, or no samples for it.
@@ -104,23 +105,29 @@ def _addition_run(source: str, config: Any, request: Request) -> Subject:
             f"--text is for Ouro; {source} is a run of the addition study, which is watched on its "
             "unseen sums"
         )
-    model, _ = load_model(source, request.step)
-    loaded = RunFolder(source).checkpoint(request.step)
+    checkpoint = RunFolder(source).checkpoint(request.step)
     try:
         data = AdditionData(config.data)
     except (ValueError, OSError) as error:
         raise ConfigError(f"{source}: data: {error}") from error
-    loop = LoopedLoop(model).float().to(request.device).eval()
     count = min(request.samples, len(data.test))
-    step = int(loaded.name.removeprefix("step-"))
+    step = int(checkpoint.name.removeprefix("step-"))
+
+    def load() -> Loop:
+        return _frozen(LoopedLoop(load_model(source, step)[0]).float().to(request.device))
+
+    def accuracy(loop: Loop, turns: Sequence[int]) -> dict[int, float]:
+        assert isinstance(loop, LoopedLoop)
+        return evaluate(loop.model, data, turns)
+
     return Subject(
         source=source,
         name=config.name,
         what=f"step {step}, {count} unseen {config.data.digits}-digit sums",
-        loop=loop,
+        load=load,
         batches=_batches(Unseen(data), count, request),
         trained=config.trained_turns,
-        accuracy=lambda turns: evaluate(model, data, turns),
+        accuracy=accuracy,
     )
 
 
@@ -142,6 +149,7 @@ def _ouro(source: str, config: Any, request: Request) -> Subject:
     """A run with its configuration, or a checkpoint without one."""
     need("transformers", "Ouro models")
     from stars_fast.evaluation.loading import find_model, load_model, load_tokenizer
+    from stars_fast.models.ouro.config import OuroConfig
     from stars_fast.training.chats import PaddedChats
     from stars_fast.training.ouro import OuroLoop
 
@@ -157,16 +165,19 @@ def _ouro(source: str, config: Any, request: Request) -> Subject:
         documents, data = _validation(source, config, tokenizer, request), "validation chats"
     else:
         documents, data = _texts(request.text, tokenizer, request), f"texts of {request.text}"
-    model = load_model(found, torch.float32, str(request.device))
+    if config is None:
+        trained = OuroConfig.from_pretrained(source).total_ut_steps
+    else:
+        trained = config.trained_turns
     where = "checkpoint" if found.step is None else f"step {found.step}"
     chats = PaddedChats(Documents(documents), tokenizer.pad_token_id or 0)
     return Subject(
         source=source,
         name=found.label,
         what=f"{where}, {len(documents)} {data}, of each at most {request.length} tokens",
-        loop=OuroLoop(model).eval(),
+        load=lambda: _frozen(OuroLoop(load_model(found, torch.float32, str(request.device)))),
         batches=_batches(chats, len(documents), request),
-        trained=model.config.total_ut_steps if config is None else config.trained_turns,
+        trained=trained,
     )
 
 
@@ -254,6 +265,11 @@ def _cut(documents: Iterable[Document], request: Request) -> list[Document]:
 
 
 # -- both
+
+
+def _frozen(loop: Loop) -> Loop:
+    """Without gradients of the weights no backward pass keeps what only they need."""
+    return loop.eval().requires_grad_(False)
 
 
 def _batches(source: Source, count: int, request: Request) -> list[MicroBatch]:

@@ -20,11 +20,15 @@ RETURNED = 0.1
 SHRUNK = 0.75
 """Steps that are smaller at the end than this part of those half-way still shrink."""
 
+REST = 10
+"""A state at rest has been nearer to its last than so many tolerances since half of the turns."""
+
 KINDS = {
     "overflows": "a state is not finite",
-    "converges": "the residual is below the tolerance at the end",
-    "approaches": "the steps shrink by a quarter or more over the second half of the turns",
     "grows": "the norm grows by more than a quarter over the second half of the turns",
+    "converges": "the residual is below the tolerance at the end, and the distance over the second "
+    f"half of the turns below {REST} tolerances",
+    "slows": "the steps shrink by a quarter or more over the second half of the turns",
     "cycles": "the state comes back to where it was after a period, and its steps don't shrink",
     "wanders": "none of the above",
 }
@@ -40,12 +44,12 @@ def kinds(found: Trajectory, tol: float) -> list[str]:
     for i in range(found.norm.shape[1]):
         if over[i] is not None:
             kinds.append("overflows")
-        elif rest[i] is not None:
-            kinds.append("converges")
-        elif _shrinks(steps[:, i], half):
-            kinds.append("approaches")
         elif found.norm[-1, i] > GROWTH * found.norm[half, i]:
             kinds.append("grows")
+        elif rest[i] is not None and found.to_last[half, i] < REST * tol:
+            kinds.append("converges")
+        elif _shrinks(steps[:, i], half):
+            kinds.append("slows")
         else:
             kinds.append("cycles" if periods[i] else "wanders")
     return kinds
@@ -78,63 +82,66 @@ def cycle_periods(found: Trajectory) -> list[int | None]:
 class Summary:
     """The row of a run in the table.
 
-    trained: the turns after which the first figures hold: of those with a Jacobian the most that
-        the training went to, else the fewest. deepest: the most.
-    radius, residual, quality, r4: (at `trained`, at the end); medians over samples, `quality` of
-        the task. None where there is no number.
-    contracting: samples with a radius below 1 at `deepest`; measured: those that have one.
+    base: the most turns of the training, or `turns` if these are fewer. turns: all that were run.
+    quality, residual: (at `base`, at `turns`), quality of the task and the median over samples of
+        the residual (that of the last step where there is no next). None: no number, as below.
+    growth: the norm at `turns` over that at `base`, the median.
     converged: samples that come to rest; convergence: the median of the turn from which they do.
     spread: of the last states of the samples; see `Measured`.
-    growth: the norm at the end over that at `trained`, the median.
     kinds: how many samples do what.
+    trained: of the turns with a Jacobian the last up to `base`, else the first; deepest: the last.
+    radius, r4: (at `trained`, at `deepest`), medians over samples.
+    contracting: samples with a radius below 1 at `deepest`; measured: those that have one.
     """
 
-    trained: int
-    deepest: int
+    base: int
     turns: int
     samples: int
-    radius: tuple[float | None, float | None]
-    residual: tuple[float | None, float | None]
     quality: tuple[float | None, float | None]
     quality_name: str
+    residual: tuple[float | None, float | None]
+    growth: float | None
+    converged: int
+    convergence: float | None
+    spread: float | None
+    kinds: dict[str, int]
+    trained: int
+    deepest: int
+    radius: tuple[float | None, float | None]
     r4: tuple[float | None, float | None]
     contracting: int
     measured: int
-    converged: int
-    convergence: float | None
-    growth: float | None
-    spread: float | None
-    kinds: dict[str, int]
 
 
 def summarise(found: Measured, tol: float) -> Summary:
     """The summary of a run, with `tol` for the residual of a state at rest."""
-    path, spectra = found.trajectory, found.jacobian
-    trained_turns = found.subject.trained
-    most = trained_turns[1] if isinstance(trained_turns, tuple) else trained_turns
-    trained = max((t for t in spectra if t <= most), default=min(spectra))
-    deepest = max(spectra)
+    path, spectra, last = found.trajectory, found.jacobian, found.trajectory.turns
+    most = found.subject.trained
+    base = min(int(most[1] if isinstance(most, tuple) else most), last)
+    trained, deepest = max((t for t in spectra if t <= base), default=min(spectra)), max(spectra)
     radii = spectra[deepest].radius
-    rest = [t for t in convergence_turns(path.residual, tol) if t is not None]
+    own = kinds(path, tol)
+    turns = zip(convergence_turns(path.residual, tol), own, strict=True)
+    rest = [float(t) for t, kind in turns if kind == "converges" and t is not None]
     quality = found.loss if found.accuracy is None else found.accuracy
-    last = path.turns
     return Summary(
+        base=base,
+        turns=last,
+        samples=len(own),
+        quality=(number(quality[base]), number(quality[last])),
+        quality_name="token loss" if found.accuracy is None else "accuracy",
+        residual=(median(path.residual[min(base, last - 1)]), median(path.residual[-1])),
+        growth=median(path.norm[-1] / path.norm[base]),
+        converged=len(rest),
+        convergence=median(torch.tensor(rest)),
+        spread=number(float(found.spread[-1])),
+        kinds=dict(Counter(own).most_common()),
         trained=trained,
         deepest=deepest,
-        turns=last,
-        samples=path.norm.shape[1],
         radius=(median(spectra[trained].radius), median(radii)),
-        residual=(median(path.residual[min(trained, last - 1)]), median(path.residual[-1])),
-        quality=(number(quality[trained]), number(quality[last])),
-        quality_name="token loss" if found.accuracy is None else "accuracy",
         r4=(median(spectra[trained].r4), median(spectra[deepest].r4)),
         contracting=int((radii < 1).sum()),
         measured=int(radii.isfinite().sum()),
-        converged=len(rest),
-        convergence=median(torch.tensor(rest).double()) if rest else None,
-        growth=median(path.norm[-1] / path.norm[trained]),
-        spread=number(float(found.spread[-1])),
-        kinds=dict(Counter(kinds(path, tol)).most_common()),
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import torch
+
 from stars_fast.analysis.measure import Measured
-from stars_fast.analysis.summary import Summary, cycle_periods, kinds
+from stars_fast.analysis.summary import Summary, cycle_periods, kinds, median
 from stars_fast.analysis.trajectory import Trajectory, overflow_turns
 
 EDGE = 0.02
@@ -20,7 +22,7 @@ WORSE = 0.1
 
 
 def verdict(found: Measured, summary: Summary, tol: float) -> str:
-    """Sentences: the Jacobian at depth, what the states do, what that does to the task. `tol` is
+    """Sentences: the last Jacobian, what the states do, what that does to the task. `tol` is
     the tolerance of the summary."""
     sentences = (
         _radius(summary),
@@ -38,48 +40,54 @@ def _radius(summary: Summary) -> str:
     share = inside / measured
     assert summary.radius[1] is not None
     if abs(summary.radius[1] - 1) < EDGE:
-        head = "On the edge at depth"
+        head = "On the edge"
     elif share >= MOST:
-        head = "Contracts at depth"
+        head = "Contracts"
     else:
-        head = "Expands at depth" if share <= 1 - MOST else "Mixed at depth"
+        head = "Expands" if share <= 1 - MOST else "Mixed"
+    if deepest == summary.turns:
+        head += " at depth"
     shown = f"radius below 1 for {inside} of {measured} samples"
     return f"{head}: {shown} at turn {deepest} (median {summary.radius[1]:.3g})."
 
 
 def _motion(found: Measured, summary: Summary, tol: float) -> str:
-    samples, last = summary.samples, summary.turns
+    samples, path = summary.samples, found.trajectory
+    own = kinds(path, tol)
     parts = []
     for kind, count in summary.kinds.items():
         who = f"{count} of {samples}"
         if kind == "overflows":
-            first = min(t for t in overflow_turns(found.trajectory.finite) if t is not None)
+            first = min(t for t in overflow_turns(path.finite) if t is not None)
             parts.append(f"{who} overflow, the first at turn {first}")
         elif kind == "converges":
             assert summary.convergence is not None
             since = f"from turn {math.ceil(summary.convergence)} on in the median"
             parts.append(f"{who} come to rest (residual below {tol:g} {since})")
         elif kind == "grows":
-            grown = f"by the factor {summary.growth:.3g} since turn {summary.trained}"
-            parts.append(f"{who} keep growing (their norm {grown})")
-        elif kind == "approaches":
-            parts.append(f"{who} still approach a fixed point at turn {last}")
+            growing = torch.tensor([each == "grows" for each in own])
+            grown = median((path.norm[-1] / path.norm[summary.base])[growing])
+            since = f"by the factor {grown:.3g} since turn {summary.base} in the median"
+            parts.append(f"{who} keep growing (their norm {since})")
+        elif kind == "slows":
+            parts.append(f"{who} slow down (their steps still shrink at turn {summary.turns})")
         elif kind == "cycles":
-            parts.append(f"{who} go round in a cycle{_period(found.trajectory, tol)}")
+            parts.append(f"{who} go round in a cycle{_period(path, own)}")
         else:
             parts.append(f"{who} move on without settling")
     return ", ".join(parts) + "."
 
 
 def _meeting(found: Measured, summary: Summary) -> str:
-    if found.paths is None or summary.spread is None or len(found.paths.points) < 2:
+    drawn = 0 if found.paths is None else len(found.paths.points)
+    if drawn < 2 or summary.spread is None or summary.spread >= SAME:
         return ""
-    return "All samples end in the same state." if summary.spread < SAME else ""
+    return f"The token that is followed ends in the same state in all {drawn} samples drawn."
 
 
-def _period(path: Trajectory, tol: float) -> str:
-    own = zip(cycle_periods(path), kinds(path, tol), strict=True)
-    periods = Counter(p for p, kind in own if kind == "cycles").most_common()
+def _period(path: Trajectory, own: list[str]) -> str:
+    each = zip(cycle_periods(path), own, strict=True)
+    periods = Counter(p for p, kind in each if kind == "cycles").most_common()
     if len(periods) == 1:
         return f" of {periods[0][0]} turns"
     return f", most often of {periods[0][0]} turns"
@@ -87,15 +95,15 @@ def _period(path: Trajectory, tol: float) -> str:
 
 def _quality(summary: Summary) -> str:
     before, after = summary.quality
-    trained, last = summary.trained, summary.turns
-    if before is None or after is None or trained >= last:
+    base, last = summary.base, summary.turns
+    if before is None or after is None or base == last:
         return ""
     if summary.quality_name == "token loss":
-        return f"Token loss: {before:.3f} nats at turn {trained}, {after:.3f} at {last}."
+        return f"Token loss: {before:.3f} nats at turn {base}, {after:.3f} at {last}."
     if abs(before - after) < 0.005:
-        return f"Accuracy stays at {after:.1%} from turn {trained} to {last}."
+        return f"Accuracy is {before:.1%} at turn {base} and {after:.1%} at {last}."
     word = "falls" if after < before else "rises"
-    moved = f"Accuracy {word} from {before:.1%} at turn {trained} to {after:.1%} at {last}."
+    moved = f"Accuracy {word} from {before:.1%} at turn {base} to {after:.1%} at {last}."
     if before - after > WORSE and summary.converged >= MOST * summary.samples:
         return f"{moved} So the states come to rest, but not at the answer."
     return moved

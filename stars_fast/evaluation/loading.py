@@ -67,8 +67,10 @@ def device_for(asked: str | None) -> str:
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
         device = torch.device(asked or ("cuda" if there else "cpu"))
-    except RuntimeError as error:
-        raise ConfigError(f"--device must be cpu, cuda, cuda:1, ..., got {asked!r}") from error
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device must be cpu, cuda, cuda:1, ..., got {asked!r}")
     if device.type == "cuda" and (device.index or 0) >= there:
         raise ConfigError(f"--device is {asked} but PyTorch sees {there} CUDA devices")
     return str(device)

@@ -46,11 +46,12 @@ class Drawn:
 
 
 def subject(block, width=6, lengths=(3, 4, 4, 2), name="map", trained=4):
-    """Its samples in two batches."""
+    """Its samples in two batches, if there are two."""
     source = Drawn(lengths)
-    halves = np.array_split(np.arange(len(lengths)), 2)
+    halves = np.array_split(np.arange(len(lengths)), min(2, len(lengths)))
     batches = [micro_batch(source, half) for half in halves]
-    return Subject(name, name, "a map", MapLoop(block, width), batches, trained)
+    loop = MapLoop(block, width)
+    return Subject(name, name, "a map", lambda: loop, batches, trained)
 
 
 def rotation(angle, width=6, growth=1.0):

@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -13,8 +14,14 @@ from looped_maps import rotation, subject
 pytest.importorskip("matplotlib")
 
 from stars_fast.analysis import dynamics_figures
-from stars_fast.analysis.dynamics_figures import overview, paths_picture, quantity_picture
+from stars_fast.analysis.dynamics_figures import (
+    overview,
+    paths_picture,
+    quantity_picture,
+    reach_of,
+)
 from stars_fast.analysis.measure import Plan, measure
+from stars_fast.analysis.page import page
 from stars_fast.analysis.quantities import QUANTITIES
 from stars_fast.analysis.record import record
 from stars_fast.analysis.report import pictures, write_report
@@ -40,7 +47,7 @@ def runs():
 
 @pytest.fixture(scope="module")
 def folder(runs, tmp_path_factory):
-    out = tmp_path_factory.mktemp("report") / "new"
+    out = tmp_path_factory.mktemp("report")
     write_report(runs, out, PLAN, Request(), 1e-3)
     return out
 
@@ -89,7 +96,7 @@ def test_the_page_is_one_valid_file_without_references(folder, runs):
 
 def test_every_picture_is_inlined_with_a_sentence(folder, runs):
     page = Page((folder / "analysis.html").read_text(encoding="utf-8"))
-    shown = pictures(runs)
+    shown = pictures(runs, 1.0)
     assert len(page.images) == sum(len(p.pngs) for p in shown) == 10 + len(runs)
     for image in page.images:
         png = base64.b64decode(image["src"].partition(",")[2], validate=True)
@@ -150,9 +157,11 @@ def test_the_page_says_the_summary_and_the_verdict(folder, runs):
         return cells[place + 1 : place + 1 + len(found)]
 
     edge = list(found)[1]["summary"]["contracting"]  # of radius 1, to rounding
-    assert row("samples with radius below 1 at depth") == ["4 of 4", f"{edge} of 4", "–"]
+    assert row("radius below 1 at d") == ["4 of 4", f"{edge} of 4", "–"]
     assert row("samples that come to rest")[1:] == ["0 of 4", "0 of 4"]
-    for cell, run in zip(row("spectral radius"), found, strict=True):
+    assert row("turns compared (a → b)") == ["4 → 12"] * 3
+    assert row("turns of the Jacobian (c → d)") == ["4 → 12"] * 3
+    for cell, run in zip(row("spectral radius (c → d)"), found, strict=True):
         before, after = run["summary"]["radius"]
         assert cell == f"{before:.4g} → {'–' if after is None else format(after, '.4g')}"
 
@@ -170,17 +179,52 @@ def test_lines_and_bands_are_the_quartiles(runs, monkeypatch):
         assert line.get_xdata().tolist() == turns == [1, 4, 12]
         assert line.get_ydata().tolist() == quartiles(values)[1].tolist()
     assert axis.get_xscale() == "log"
-    paths_picture(some)
+    paths_picture(some, 2.0)
     above, below = drawn[1].axes[0], drawn[1].axes[2]
     assert above.get_title() == NASTY
-    assert below.get_xlim() == drawn[1].axes[3].get_xlim()  # one scale for all runs
+    assert below.get_xlim() == drawn[1].axes[3].get_xlim() == (-2, 2)  # one scale for all runs
 
 
 def test_one_run_and_many_are_drawn(runs):
     one = {"cycle": runs["cycle"]}
     many = {f"run {i}": runs["cycle"] for i in range(9)}
-    for shown in (one, many):
-        assert overview(shown)[:4] == b"\x89PNG"
+    nothing = {"none": measure(subject(lambda h: h * math.nan, lengths=(3,)), PLAN)}
+    for shown in (one, many, nothing):
+        assert overview(shown, reach_of(shown, 1e-3))[:4] == b"\x89PNG"
+
+
+def test_the_tails_of_states_at_rest_are_not_blown_up(runs):
+    rest = {"rest": measure(subject(lambda h: 1 + 1e-6 * (h - 1)), PLAN)}
+    assert abs(rest["rest"].tail.points).max() < 1e-4
+    assert reach_of(rest, 1e-3) == pytest.approx(1e-2)
+    cycle = {"cycle": runs["cycle"]}
+    assert reach_of(cycle, 1e-3) == pytest.approx(1.08 * abs(runs["cycle"].tail.points).max())
+    assert reach_of(rest | cycle, 1e-3) == reach_of(cycle, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ours", "arpack", "warns", "dash"),
+    [
+        ([0.9, 0.8], [0.905, 0.798], False, False),
+        ([0.9, 0.8], [0.9, 0.85], True, False),
+        ([0.9, 0.8], [math.nan, 0.8], False, True),
+    ],
+)
+def test_what_arpack_says_is_told(runs, ours, arpack, warns, dash):
+    run = replace(runs["cycle"], check=(12, ours, arpack))
+    text = "".join(Page(page(record({"cycle": run}, 1e-3), [], {}, ["#000"])).text)
+    assert ("Warning: they differ by more than 1%" in text) == warns
+    assert ("ARPACK found none" in text) == dash
+
+
+def test_the_numbers_are_kept_if_the_pictures_fail(runs, tmp_path, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("stars_fast.analysis.report.overview", fails)
+    with pytest.raises(MemoryError):
+        write_report({"cycle": runs["cycle"]}, tmp_path, PLAN, Request(), 1e-3)
+    assert json.loads((tmp_path / "analysis.json").read_text())["runs"]["cycle"]["samples"] == 4
 
 
 def test_a_folder_that_cannot_be_written_is_named(runs, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("safetensors")
 
-from stars_fast.analysis.subjects import Request, load_subject
+from stars_fast.analysis.subjects import Request, find_subject
 from stars_fast.cli import main
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
@@ -103,22 +104,51 @@ def test_runs_and_checkpoints_beside_each_other(home, tmp_path):
 
 def test_validation_data_is_cut_and_right_padding_changes_nothing(home):
     request = Request(samples=4, length=60, batch=4)
-    subject = load_subject(str(home / "ouro"), request)
+    subject = find_subject(str(home / "ouro"), request)
     assert subject.samples == 4
     (batch,) = subject.batches
     lengths = batch.samples.lengths(batch.tokens.shape[1])
     assert min(lengths) < max(lengths) <= 60
-    ones = load_subject(str(home / "ouro"), Request(samples=4, length=60, batch=1)).batches
-    h = subject.loop.turn(h0 := subject.loop.prelude(batch.tokens), batch.samples)(h0)
+    ones = find_subject(str(home / "ouro"), Request(samples=4, length=60, batch=1)).batches
+    loop = subject.load()
+    h = loop.turn(h0 := loop.prelude(batch.tokens), batch.samples)(h0)
     for row, alone in enumerate(ones):
         real = alone.tokens.shape[1]
         assert real == lengths[row]
         assert torch.equal(batch.tokens[row, :real], alone.tokens[0])
-        h0 = subject.loop.prelude(alone.tokens)
-        expected = subject.loop.turn(h0, alone.samples)(h0)
+        h0 = loop.prelude(alone.tokens)
+        expected = loop.turn(h0, alone.samples)(h0)
         torch.testing.assert_close(h[row : row + 1, :real], expected)
-    assert not subject.loop.training
-    assert next(subject.loop.parameters()).dtype == torch.float32
+    assert not loop.training
+    assert {(x.dtype, x.requires_grad) for x in loop.parameters()} == {(torch.float32, False)}
+
+
+def test_the_last_turn_always_has_a_jacobian(home, tmp_path):
+    words = ["--turns", "5", "--jacobian-at", "2", "--samples", "2", "--out", str(tmp_path)]
+    assert main(["analyze", str(home / "sums"), *words]) == 0
+    assert list(found_in(tmp_path)["runs"]["sums"]["jacobian"]) == ["2", "5"]
+
+
+@pytest.mark.parametrize("missing", ["folder", "matplotlib", "a run"])
+def test_nothing_is_measured_before_all_that_is_needed_is_there(
+    home, tmp_path, capsys, monkeypatch, missing
+):
+    def refuse(*_):
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("stars_fast.analysis.measure.measure", refuse)
+    (tmp_path / "file").write_text("")
+    words = ["analyze", str(home / "sums"), "--out", str(tmp_path / "new")]
+    message = "figures need matplotlib"
+    if missing == "folder":
+        words[-1], message = str(tmp_path / "file" / "deeper"), "file/deeper can't be made"
+    elif missing == "a run":
+        words.insert(2, str(home))
+        message = "neither a run folder"
+    else:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["text", "chats"])
@@ -130,7 +160,7 @@ def test_samples_from_jsonl(home, tmp_path, kind):
     }[kind]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     request = Request(samples=5, length=100, text=str(path))
-    subject = load_subject(str(home / "checkpoint"), request)
+    subject = find_subject(str(home / "checkpoint"), request)
     assert subject.samples == 1
     (batch,) = subject.batches
     if kind == "text":  # all but the first are to be predicted

@@ -1,6 +1,7 @@
 """Radii of matrices whose eigenvalues are known, where power iteration has trouble."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -42,16 +43,27 @@ def test_each_sample_has_its_own_radius():
     torch.testing.assert_close(found.radius, torch.tensor(radii).double(), rtol=1e-6, atol=0)
 
 
-def test_it_begins_anew_until_it_settles(monkeypatch):
+@pytest.mark.parametrize("angle", [0.0, 1.0])
+def test_it_begins_anew_until_it_settles(monkeypatch, angle):
     monkeypatch.setattr(krylov, "VECTORS", 6)
     calls = []
-    turn = torch.tensor([[math.cos(1.0), -math.sin(1.0)], [math.sin(1.0), math.cos(1.0)]])
+    c, s = math.cos(angle), math.sin(angle)
+    turn = torch.tensor([[c, -s], [s, c]])
     matrix = torch.block_diag(turn.double(), torch.diag(torch.linspace(0.1, 0.85, 38).double()))
 
     def apply(v):
         calls.append(v)
         return v @ matrix.T
 
+    alive = weakref.WeakSet()
+
+    class Watched(krylov._Space):
+        def __init__(self, *arguments):
+            assert not alive  # the last one is let go before
+            super().__init__(*arguments)
+            alive.add(self)
+
+    monkeypatch.setattr(krylov, "_Space", Watched)
     found = krylov_radius(apply, start(2, 40), steps=200, tol=1e-5)
     assert 6 < len(calls) < 200
     assert found.settled.all()
