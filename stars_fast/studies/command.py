@@ -14,7 +14,7 @@ from stars_fast.studies.definition import (
     study_runs,
 )
 from stars_fast.studies.outcome import write_outcome
-from stars_fast.studies.runner import check_folders, record, status, train_runs
+from stars_fast.studies.runner import check_folders, note_of, record, status, train_runs
 from stars_fast.training.distributed import processes
 from stars_fast.training.tree import ConfigError
 
@@ -29,14 +29,18 @@ examples:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the command; returns its exit code: 0, 1 if a run failed, 128 + signal if stopped.
+    """Run the command; returns its exit code: 0, 1 if not all runs were trained, 128 + signal if
+    stopped.
 
     Raises SystemExit or ConfigError for a mistake in the options.
     """
     options, overrides = options_of(words)
     if options.name is None or options.list:
         if overrides:
-            raise ConfigError(f"a study's name must come before its fields, got {overrides[0]}")
+            rule = "--list takes no fields"
+            if options.name is None:
+                rule = "a study's name must come before its fields"
+            raise ConfigError(f"{rule}, got {overrides[0]}")
         print(listing([options.name] if options.name else study_names(), options.scale))
         return 0
     return _study(options, overrides)
@@ -112,11 +116,17 @@ def _study(options: argparse.Namespace, overrides: list[str]) -> int:
             if stopped:
                 print(f"stopped; the same command goes on: {_left(chosen)} runs are left")
             for run in chosen:
+                where = f"{run.label}, seed {run.seed}"
                 if status(run) == "failed":
-                    print(f"failed: {run.label}, seed {run.seed}; remove {run.folder} to try again")
+                    print(
+                        f"failed: {where}; remove {note_of(run)} to go on from its last "
+                        f"checkpoint, or {run.folder} to start anew"
+                    )
+                elif status(run) == "missing" and not stopped:
+                    print(f"not trained: {where}, for the reason given above")
         world.wait()
-        failed = world.from_first(any(status(run) == "failed" for run in chosen))
-    return 128 + stopped if stopped else int(failed)
+        left = world.from_first(any(status(run) != "done" for run in chosen))
+    return 128 + stopped if stopped else int(left)
 
 
 def _left(runs: Sequence[StudyRun]) -> int:

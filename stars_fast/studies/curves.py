@@ -14,13 +14,13 @@ NOT_CURVES = ("levels", "overrides", "machine")
 
 @dataclass(frozen=True)
 class Result:
-    """What the finished runs of one setting came to.
+    """What the runs of one setting came to.
 
     levels: the level of each factor.
     seeds: number of runs.
     depth: mean number of turns in training, rounded.
     deepest: the most turns of 98 % of the training.
-    seconds: of training, median.
+    seconds: of training, median; NaN if no run finished.
     median, low, high: {figure: curve} over the seeds; a value that was not finite is infinity.
     """
 
@@ -44,33 +44,51 @@ class Result:
         return "accuracy" if "accuracy" in self.median else next(iter(self.median))
 
 
-def gather(records: Sequence[Mapping[str, Any]]) -> list[Result]:
-    """The results of the records of `runner.record` that are done, in their order."""
+def gather(records: Sequence[Mapping[str, Any]], failed_as_wrong: bool = False) -> list[Result]:
+    """The results of the records of `runner.record` that are done, in their order.
+
+    Of the figures those that all of them have; no result if there is none. With `failed_as_wrong`
+    (of addition) runs that failed count too, with an accuracy of 0 at every number of turns; the
+    other figures are those of the finished runs.
+    """
+    done = [entry for entry in records if entry["status"] == "done"]
+    figures = [name for name in _figures(done[0]) if all(name in e for e in done)] if done else []
+    if not figures:
+        return []
+    wrong = {"accuracy": dict.fromkeys(done[0]["accuracy"], 0.0)} if failed_as_wrong else {}
+    counted = ("done", "failed") if failed_as_wrong else ("done",)
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for entry in records:
-        if entry["status"] == "done":
-            groups.setdefault(entry["label"], []).append(entry)
-    return [_result(entries) for entries in groups.values()]
+        if entry["status"] in counted:
+            added = wrong if entry["status"] == "failed" else {}
+            groups.setdefault(entry["label"], []).append({**entry, **added})
+    return [_result(entries, figures) for entries in groups.values()]
 
 
-def _result(entries: list[Mapping[str, Any]]) -> Result:
-    first = entries[0]
-    figures = [
-        name for name, value in first.items() if isinstance(value, dict) and name not in NOT_CURVES
+def _figures(entry: Mapping[str, Any]) -> list[str]:
+    """Names of the figures by number of turns in a record."""
+    return [
+        name for name, value in entry.items() if isinstance(value, dict) and name not in NOT_CURVES
     ]
+
+
+def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> Result:
+    first = entries[0]
+    curves = {name: found for name in figures if (found := [e[name] for e in entries if name in e])}
     over = {
         how: {
-            name: {int(t): pick([_number(e[name][t]) for e in entries]) for t in first[name]}
-            for name in figures
+            name: {int(t): pick([_number(curve[t]) for curve in found]) for t in found[0]}
+            for name, found in curves.items()
         }
         for how, pick in (("median", statistics.median), ("low", min), ("high", max))
     }
+    seconds = [entry["seconds"] for entry in entries if "seconds" in entry]
     return Result(
         first["levels"],
         len(entries),
         max(round(first["depth"]), 1),
         first["trained_turns"][-1],
-        statistics.median(entry["seconds"] for entry in entries),
+        statistics.median(seconds) if seconds else math.nan,
         **over,
     )
 

@@ -3,18 +3,18 @@ checkpoint is there."""
 
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from stars_fast.analysis.spectrum import spectral_radius
+from stars_fast.analysis.krylov import krylov_radius
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.bench.machine import describe
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
+from stars_fast.jsrr import fused_jvp
 from stars_fast.models.looped import LoopedLM
 from stars_fast.training.addition import load_model
 from stars_fast.training.durable import write_text
@@ -24,6 +24,8 @@ from stars_fast.training.run_folder import RunFolder
 DEEPEST = 100
 """Turns up to which addition models are judged, at every number of them: the paper's."""
 RADIUS_TURNS = (4, 16, 64)
+TOLERANCE = 1e-3
+"""Residual of an eigenpair, over its eigenvalue, at which a spectral radius is settled."""
 SAMPLES = 32
 """Unseen sums whose states are looked at."""
 
@@ -33,14 +35,22 @@ def judge(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
 
     addition: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
         block at the state after so many turns), `rms` (root mean square of the state) and
-        `residual` (size of that turn's step over that of the state before).
+        `residual` (size of that turn's step over that of the state before); the shares of these
+        samples that are `contracting` (a radius below 1), and whose radius `settled` to `TOLERANCE`
+        (that of others is an estimate).
     ouro: the metrics of the end of the run, such as `validation_loss` in nats.
 
     And `seconds` of training (without evaluation and saving) and the `machine`. Values that are not
     finite are None. Raises ConfigError if there is no checkpoint.
     """
     run = RunFolder(folder)
-    asked = {"checkpoint": run.checkpoint().name, "deepest": DEEPEST, "samples": SAMPLES}
+    asked = {
+        "checkpoint": run.checkpoint().name,
+        "deepest": DEEPEST,
+        "samples": SAMPLES,
+        "radius_turns": list(RADIUS_TURNS),
+        "tolerance": TOLERANCE,
+    }
     kept = folder / "judged.json"
     if kept.exists():
         found = json.loads(kept.read_text(encoding="utf-8"))
@@ -49,8 +59,12 @@ def judge(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
     if task == "addition":
         figures = _judge_addition(folder, device)
     else:
-        figures = json.loads(run.results.read_text(encoding="utf-8"))
-        figures.pop("step")
+        results = json.loads(run.results.read_text(encoding="utf-8"))
+        results.pop("step")
+        figures = {
+            name: {turn: _finite(value) for turn, value in curve.items()}
+            for name, curve in results.items()
+        }
     seconds = training_seconds(read_metrics(run.metrics))
     found = {"asked": asked, **figures, "seconds": seconds, "machine": describe(device)}
     write_text(kept, json.dumps(found, indent=1) + "\n")
@@ -72,35 +86,50 @@ def _judge_addition(folder: Path, device: torch.device) -> dict[str, Any]:
     data = AdditionData(config.data)
     turns = list(range(1, DEEPEST + 1))
     batch = data.batch("test", torch.arange(min(SAMPLES, len(data.test))))
-    sizes, radius = _states(model, batch.tokens.to(device), batch.mask.to(device))
-    return {"accuracy": evaluate(model, data, turns), **sizes, "radius": radius}
+    states = _states(model, batch.tokens.to(device), batch.mask.to(device))
+    return {"accuracy": evaluate(model, data, turns), **states}
 
 
-def _states(
-    model: LoopedLM, tokens: Tensor, mask: Tensor
-) -> tuple[dict[str, dict[int, float | None]], dict[int, float | None]]:
-    """Sizes of the state and of its steps, and the spectral radius of the block, by turn, means
-    over the samples."""
-    radius = {}
+@torch.no_grad()
+def _states(model: LoopedLM, tokens: Tensor, mask: Tensor) -> dict[str, dict[int, float | None]]:
+    """What `judge` says of the states, by turn."""
+    radii: dict[str, dict[int, float | None]] = {
+        "radius": dict.fromkeys(RADIUS_TURNS),
+        "contracting": dict.fromkeys(RADIUS_TURNS, 0.0),
+        "settled": dict.fromkeys(RADIUS_TURNS, 0.0),
+    }
     generator = torch.Generator(tokens.device).manual_seed(0)
 
     def visit(turn: int, h: Tensor) -> None:
         if turn in RADIUS_TURNS and h.isfinite().all():
-            with warnings.catch_warnings():  # a mean over samples can do with a few unsettled ones
-                warnings.simplefilter("ignore", RuntimeWarning)
-                radii = spectral_radius(model.block, h, mask=mask, generator=generator, tol=1e-3)
-            radius[turn] = _finite(radii.mean())
+            radius, settled = _radii(model.block, h, mask, generator)
+            radii["radius"][turn] = _finite(radius.mean())
+            radii["contracting"][turn] = float((radius < 1).double().mean())
+            radii["settled"][turn] = float((settled & radius.isfinite()).double().mean())
 
-    with torch.no_grad():
-        h0 = model.prelude(tokens)
-    path = trajectory(model.block, h0, DEEPEST, mask=mask, visit=visit)
+    path = trajectory(model.block, model.prelude(tokens), DEEPEST, mask=mask, visit=visit)
     means = {"rms": path.norm[1:], "residual": path.residual}
-    return {
+    sizes = {
         name: {turn: _finite(value) for turn, value in enumerate(values.mean(1), start=1)}
         for name, values in means.items()
-    }, {turn: radius.get(turn) for turn in RADIUS_TURNS}
+    }
+    return {**sizes, **radii}
 
 
-def _finite(value: Tensor) -> float | None:
+def _radii(
+    block: nn.Module, h: Tensor, mask: Tensor, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Spectral radius of the block at each sample of h, [B, S, D], and whether it settled: what
+    `spectral_radius` says in a warning for all samples together."""
+    real = mask.unsqueeze(2).to(h)
+
+    def apply(v: Tensor) -> Tensor:
+        return fused_jvp(block, h, v)[1] * real
+
+    start = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype) * real
+    return krylov_radius(apply, start, tol=TOLERANCE)
+
+
+def _finite(value: Tensor | float) -> float | None:
     number = float(value)
     return number if math.isfinite(number) else None

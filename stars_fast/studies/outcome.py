@@ -7,14 +7,16 @@ from typing import Any
 
 from stars_fast.studies.curves import Result, gather, growth
 from stars_fast.studies.definition import Study
-from stars_fast.studies.findings import Verdict, judge_findings
+from stars_fast.studies.findings import judge_findings
+from stars_fast.studies.verdicts import Verdict
 from stars_fast.training.durable import write_text
 
 COLUMNS = (1, 2, 4, 8, 16, 32, 64, 100)
 """Turns that the table has a column for, where there are more than these."""
 
 _NOTE = (
-    "Radius: the block's spectral radius at the state after so many turns. Growth: size of the "
+    "Radius: the block's spectral radius at the state after so many turns, mean of some samples, "
+    "with the share of them that is below 1; ~: not settled for all of them. Growth: size of the "
     "state after the most turns over that after the turns of training. s: seconds of training."
 )
 
@@ -31,8 +33,7 @@ def write_outcome(
     `records` are those of `runner.record`, `words` the overrides of the command line. Without a
     finished run there is no figure.
     """
-    results = gather(records)
-    verdicts = judge_findings(study.findings, results)
+    verdicts = judge_findings(study.findings, records)
     content = {
         "study": study.name,
         "title": study.title,
@@ -46,6 +47,7 @@ def write_outcome(
     }
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "study.json", json.dumps(content, indent=1) + "\n")
+    results = gather(records)
     text = table(study, scale, records, results, verdicts)
     write_text(out / "table.md", text)
     if results:
@@ -101,12 +103,18 @@ def _rows(results: Sequence[Result]) -> list[str]:
         cells = [*result.levels.values(), trained]
         cells += [_cell(result, t) for t in turns]
         if radii:
-            radius = result.median["radius"]
-            cells.append(" / ".join(f"{radius[t]:.2f}" for t in radii))
+            cells.append(" / ".join(_radius(result, t) for t in radii))
             cells.append(f"{growth(result):.2f}")
         cells += [str(result.seeds), f"{result.seconds:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _radius(result: Result, turns: int) -> str:
+    radius, below, settled = (
+        result.median[name][turns] for name in ("radius", "contracting", "settled")
+    )
+    return f"{'~' if settled < 1 else ''}{radius:.2f} ({below:.0%})"
 
 
 def _cell(result: Result, turns: int) -> str:

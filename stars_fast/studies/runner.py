@@ -13,7 +13,8 @@ from typing import Any
 from stars_fast.studies.definition import StudyRun
 from stars_fast.studies.judging import judge
 from stars_fast.training import tree
-from stars_fast.training.config import load_config
+from stars_fast.training.checkpoint import SaveError, latest
+from stars_fast.training.config import load_config, save_config
 from stars_fast.training.distributed import World
 from stars_fast.training.durable import write_text
 from stars_fast.training.run_folder import MAY_CHANGE, RunFolder
@@ -50,7 +51,8 @@ def train_runs(runs: Sequence[StudyRun], world: World) -> int:
     """Train those of `runs` that are not done; the signal that stopped one, 0 if none did.
 
     Every process of `world` calls it. A run that cannot recover leaves a note in its folder, and
-    the next one begins.
+    the next one begins; so it does after one that cannot start, or whose disk is full, which leave
+    no note.
     """
     for number, run in enumerate(runs, start=1):
         where = f"[{number}/{len(runs)}] {run.label}, seed {run.seed}"
@@ -60,18 +62,41 @@ def train_runs(runs: Sequence[StudyRun], world: World) -> int:
             continue
         _say(world, where)
         try:
+            world.together(partial(_begin, run, world))
             outcome = train(run.config, resume=True)
+        except ConfigError as error:
+            _say(world, f"{where}: not trained: {error}{_advice(run)}")
+            continue
         except TrainingFailure as error:
+            if isinstance(error.__cause__, SaveError):
+                before = "the same command goes on from the one before"
+                _say(world, f"{where}: stopped: {error}; {before}")
+                continue
             _say(world, f"{where}: failed: {error}")
             if world.first:
                 run.folder.mkdir(parents=True, exist_ok=True)
-                write_text(_note(run), json.dumps({"failed": str(error)}) + "\n")
+                write_text(note_of(run), json.dumps({"failed": str(error)}) + "\n")
             continue
         if outcome.signal:
             return outcome.signal
         # Now, so that the machine and the commit that are noted are those that trained it.
         world.together(partial(_judge_new, run, world))
     return 0
+
+
+def _begin(run: StudyRun, world: World) -> None:
+    """Have a folder count as new in which a process died before the configuration was written."""
+    folder = RunFolder(run.folder)
+    if not world.first or not folder.path.is_dir() or folder.config.exists():
+        return
+    if latest(folder.checkpoints) is None:
+        save_config(run.config, folder.config)
+
+
+def _advice(run: StudyRun) -> str:
+    if not run.folder.exists():
+        return ""
+    return f". If its folder is the cause, remove {run.folder} to start this run anew"
 
 
 def _judge_new(run: StudyRun, world: World) -> None:
@@ -90,7 +115,7 @@ def status(run: StudyRun) -> str:
     """done, failed or missing (which a run that was cut is too)."""
     if RunFolder(run.folder).results.exists():
         return "done"
-    return "failed" if _note(run).exists() else "missing"
+    return "failed" if note_of(run).exists() else "missing"
 
 
 def record(run: StudyRun, world: World) -> dict[str, Any]:
@@ -107,14 +132,15 @@ def record(run: StudyRun, world: World) -> dict[str, Any]:
         "trained_turns": [turns] if isinstance(turns, int) else list(turns),
     }
     if entry["status"] == "failed":
-        entry |= json.loads(_note(run).read_text(encoding="utf-8"))
+        entry |= json.loads(note_of(run).read_text(encoding="utf-8"))
     elif entry["status"] == "done":
         entry |= judge(run.folder, run.config.task, world.device)
         entry.pop("asked")
     return entry
 
 
-def _note(run: StudyRun) -> Path:
+def note_of(run: StudyRun) -> Path:
+    """The file that says why a run failed; without it the run goes on."""
     return run.folder / "failed.json"
 
 

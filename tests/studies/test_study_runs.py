@@ -1,8 +1,10 @@
 """A study from the command: what is trained, what is kept, what is refused, what is written."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import pytest
 from stars_fast import cli
 from stars_fast.studies import runner
 from stars_fast.training import trainer
+from stars_fast.training.checkpoint import Checkpoints
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "tiny_study.py")
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -85,7 +88,8 @@ def test_after_a_kill_the_rest_is_done_and_the_numbers_are_the_same(
     entry = content["runs"][2]
     assert entry["levels"] == {"placement": "post", "norm": "LayerNorm"}
     assert list(map(int, entry["accuracy"])) == list(range(1, 101))
-    assert entry["radius"].keys() == {"4", "16", "64"}
+    for name in ("radius", "contracting", "settled"):
+        assert entry[name].keys() == {"4", "16", "64"}
     assert all(value > 0 for value in entry["rms"].values())
     assert json.loads((killed / "study.json").read_text())["runs"][0]["machine"]["torch"]
     table = (killed / "table.md").read_text()
@@ -126,7 +130,11 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tiny, tmp_path, train
     assert study(tmp_path, *hopeless) == 1
     assert trained == ["pre-rmsnorm-0", "post-rmsnorm-0"]
     said = capsys.readouterr().out
-    assert "failed: pre, RMSNorm, seed 0; remove" in said
+    folder = tmp_path / "pre-rmsnorm-0"
+    assert (
+        f"failed: pre, RMSNorm, seed 0; remove {folder / 'failed.json'} to go on from its last "
+        f"checkpoint, or {folder} to start anew"
+    ) in said
     entries = {entry["label"]: entry for entry in written(tmp_path)["runs"]}
     assert entries["pre, RMSNorm"]["status"] == "failed"
     assert "not finite" in entries["pre, RMSNorm"]["failed"]
@@ -135,6 +143,57 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tiny, tmp_path, train
     assert not (tmp_path / "figure.png").exists()
     assert study(tmp_path, *hopeless) == 1
     assert trained == ["pre-rmsnorm-0", "post-rmsnorm-0"]
+    (folder / "failed.json").unlink()
+    assert study(tmp_path, *hopeless) == 1
+    assert trained == ["pre-rmsnorm-0", "post-rmsnorm-0", "pre-rmsnorm-0"]
+    assert re.search(r"pre-rmsnorm-0, 1 x cpu; continues after step \d", capsys.readouterr().err)
+
+
+def test_a_folder_without_a_configuration_counts_as_new(tiny, tmp_path, trained):
+    """As a process leaves it that is killed while it writes the configuration."""
+    (tmp_path / "pre-layernorm-0").mkdir()
+    (tmp_path / "pre-layernorm-0" / "config.yaml.writing").write_text("meth")
+    assert study(tmp_path, *TWO) == 0
+    assert trained == ["pre-layernorm-0", "post-layernorm-0"]
+
+
+def test_a_run_that_cannot_go_on_leaves_the_others(tiny, tmp_path, trained, capsys):
+    """Killed after its first checkpoint was due, and before it was written."""
+    folder = tmp_path / "pre-layernorm-0"
+    assert study(tmp_path, *TWO) == 0
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "results.json").unlink()
+    shutil.rmtree(tmp_path / "post-layernorm-0")
+    trained.clear()
+    assert study(tmp_path, *TWO) == 1
+    assert trained == ["pre-layernorm-0", "post-layernorm-0"]
+    said = capsys.readouterr().out
+    assert "went past its first checkpoint and holds none" in said
+    assert f"remove {folder} to start this run anew" in said
+    assert "not trained: pre, LayerNorm, seed 0" in said
+    entries = {entry["label"]: entry["status"] for entry in written(tmp_path)["runs"]}
+    assert (entries["pre, LayerNorm"], entries["post, LayerNorm"]) == ("missing", "done")
+    shutil.rmtree(folder)
+    assert study(tmp_path, *TWO) == 0
+
+
+def test_a_full_disk_is_no_failure_of_the_run(tiny, tmp_path, trained, monkeypatch, capsys):
+    write = Checkpoints._finish
+
+    def full(self, temporary, path, rest):
+        if path.name == "step-000004":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, temporary, path, rest)
+
+    monkeypatch.setattr(Checkpoints, "_finish", full)
+    assert study(tmp_path, "--only", "pre, LayerNorm") == 1
+    said = capsys.readouterr().out
+    assert "No space left on device; the same command goes on from the one before" in said
+    assert "not trained: pre, LayerNorm, seed 0" in said
+    assert not (tmp_path / "pre-layernorm-0" / "failed.json").exists()
+    monkeypatch.setattr(Checkpoints, "_finish", write)
+    assert study(tmp_path, "--only", "pre, LayerNorm") == 0
+    assert "continues after step 2" in capsys.readouterr().err
 
 
 def test_a_run_without_results_is_a_mistake(tiny, tmp_path, capsys):
@@ -169,6 +228,7 @@ def test_a_signal_stops_the_study_after_the_step(tiny, tmp_path, trained, monkey
         (["methods", "--seeds", "0,x"], "expected seeds like 0,1,2, got '0,x'"),
         (["methods", "--scale", "huge"], "invalid choice: 'huge'"),
         (["--train.steps=3"], "a study's name must come before its fields"),
+        (["norms", "--list", "--train.steps", "5"], "--list takes no fields, got --train.steps"),
     ],
 )
 def test_mistakes(tmp_path, monkeypatch, capsys, words, message):
