@@ -2,7 +2,6 @@
 checkpoint is there."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.analysis.krylov import krylov_radius
+from stars_fast.analysis.summary import number
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.bench.machine import describe
 from stars_fast.data.addition import AdditionData
@@ -62,7 +62,7 @@ def judge(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
         results = json.loads(run.results.read_text(encoding="utf-8"))
         results.pop("step")
         figures = {
-            name: {turn: _finite(value) for turn, value in curve.items()}
+            name: {turn: number(float(value)) for turn, value in curve.items()}
             for name, curve in results.items()
         }
     seconds = training_seconds(read_metrics(run.metrics))
@@ -103,14 +103,14 @@ def _states(model: LoopedLM, tokens: Tensor, mask: Tensor) -> dict[str, dict[int
     def visit(turn: int, h: Tensor) -> None:
         if turn in RADIUS_TURNS and h.isfinite().all():
             radius, settled = _radii(model.block, h, mask, generator)
-            radii["radius"][turn] = _finite(radius.mean())
+            radii["radius"][turn] = number(float(radius.mean()))
             radii["contracting"][turn] = float((radius < 1).double().mean())
             radii["settled"][turn] = float((settled & radius.isfinite()).double().mean())
 
     path = trajectory(model.block, model.prelude(tokens), DEEPEST, mask=mask, visit=visit)
     means = {"rms": path.norm[1:], "residual": path.residual}
     sizes = {
-        name: {turn: _finite(value) for turn, value in enumerate(values.mean(1), start=1)}
+        name: {turn: number(float(value)) for turn, value in enumerate(values.mean(1), start=1)}
         for name, values in means.items()
     }
     return {**sizes, **radii}
@@ -128,8 +128,3 @@ def _radii(
 
     start = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype) * real
     return krylov_radius(apply, start, tol=TOLERANCE)
-
-
-def _finite(value: Tensor | float) -> float | None:
-    number = float(value)
-    return number if math.isfinite(number) else None
