@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from stars_fast.evaluation.harness import TASKS
 from stars_fast.training.optional import need
@@ -36,10 +37,10 @@ def register() -> None:
         registry.register("stars_fast", target="stars_fast.evaluation.lm_model:StarsFastLM")
 
 
-def _own_tasks(args: object) -> list[str]:
+def _own_tasks(args: Any) -> list[str]:
     """Folders of tasks that the user names, in the arguments or in a file of them."""
     given = getattr(args, "include_path", None)
     if given is None and getattr(args, "config", None):
         config = need("lm_eval.config.evaluate_config", "stars-fast lm-eval").EvaluatorConfig
-        given = config.load_yaml_config(args.config).get("include_path")  # type: ignore[attr-defined]
+        given = config.load_yaml_config(args.config).get("include_path")
     return [given] if isinstance(given, str) else list(given or ())

@@ -98,7 +98,7 @@ class StarsFastLM(Recording, HFLM):
     def _model_call(self, inps: Tensor, attn_mask: Any = None, labels: Any = None) -> Tensor:
         """inps [B, S] -> logits [B, S, V]; the others are of models with an encoder."""
         with self._autocast():
-            return self.model(inps, tol_per=self.tol_per).logits
+            return self.model(inps, tol_per=self.tol_per, use_cache=False).logits
 
     def _loglikelihood_tokens(self, *args: Any, **options: Any) -> list[tuple[float, bool]]:
         """One by one where a sequence rests by itself: `HFLM` pads a batch on the right and gives
