@@ -1,9 +1,9 @@
 """One setting of a sweep: a task at a number of turns with a tolerance, and its folder.
 
-setting.json         what its generations and scores depend on; anything else is refused
+setting.json         what its generations depend on; anything else is refused
 generations.jsonl    the generations, as they are made (`recording`)
 samples.jsonl        in the end: document, prompt, response, target, metrics and more of each
-metrics.json         in the end: the scores, which are read back when the sweep is run again
+metrics.json         in the end: the scores and their rules, read back when the sweep is run again
 """
 
 from __future__ import annotations
