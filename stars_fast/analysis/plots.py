@@ -13,6 +13,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 """Okabe and Ito's palette: told apart by readers with any colour vision."""
 MARKERS = "osD^vP*"
 LINES = ("-", "--", ":")
+BESIDE = 28
+"""Letters of a label for which there is room beside a figure."""
 
 TrainedDepth = float | tuple[float, float]
 """Turns seen in training: a number, or the fewest and the most."""
@@ -51,7 +53,7 @@ def accuracy_against_turns(
     elif trained_depth is not None:
         _depth_shade(axis, trained_depth)
     if len(accuracy) > 1:
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        _legend(figure, axis)
     _save(figure, path)
 
 
@@ -87,7 +89,7 @@ def accuracy_against_compute(
     axis.set_xlabel("mean turns of the shared block per token at test time")
     axis.set_title(title, loc="left", fontsize=11)
     if len(points) > 1:
-        figure.legend(frameon=False, loc="outside lower center", ncols=2)  # labels are long
+        _legend(figure, axis)
     _save(figure, path)
 
 
@@ -149,7 +151,7 @@ def accuracy_and_radius(
     below.set_ylabel("spectral radius")
     turns_axis(below, sorted({t for points in accuracy.values() for t in points}))
     above.set_title(title, loc="left", fontsize=11)
-    above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    _legend(figure, above)
     _save(figure, path)
 
 
@@ -181,7 +183,7 @@ def loss_against_turns(
         low, high = _ends(trained_depth)
         axis.axvspan(low / 1.03, high * 1.03, color="#888888", alpha=0.15, linewidth=0, zorder=0)
     if len(losses) > 1:
-        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        _legend(figure, axis)
     _save(figure, path)
 
 
@@ -225,7 +227,7 @@ def training_curves(
     axes[0].set_title(title, loc="left", fontsize=11)
     axes[0].set_title("thin: as logged, thick: running mean", loc="right", fontsize=8)
     if len(by_label) > 1:
-        axes[0].legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        _legend(figure, axes[0])
     _save(figure, path)
 
 
@@ -346,6 +348,17 @@ def plain_style(axis: "Axes") -> None:
     axis.grid(True, color="#dddddd", linewidth=0.6)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _legend(figure: "Figure", axis: "Axes") -> None:
+    """The labels of an axis beside it, or below the figure where they are too long for that."""
+    handles, labels = axis.get_legend_handles_labels()
+    longest = max(map(len, labels))
+    if longest <= BESIDE:
+        axis.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        return
+    columns = 2 if longest <= 2 * BESIDE else 1
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=columns)
 
 
 def _save(figure: "Figure", path: str | Path) -> None:

@@ -1,4 +1,5 @@
 import struct
+import warnings
 
 import pytest
 
@@ -183,3 +184,16 @@ def test_accuracy_above_the_radius(tmp_path, drawn):
 def test_accuracy_and_radius_errors(tmp_path, accuracy, radius, message):
     with pytest.raises(ValueError, match=message):
         accuracy_and_radius(accuracy, radius, tmp_path / "both.png")
+
+
+@pytest.mark.parametrize("length", [30, 60, 90])
+def test_long_labels_leave_the_axes_their_room(tmp_path, drawn, length):
+    """Runs of one name go by their paths."""
+    accuracy = {end.rjust(length, "x"): {1: 0.1, 2: 0.9} for end in "ab"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accuracy_against_turns(accuracy, tmp_path / "long.png")
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == list(accuracy)
+    assert figure.axes[0].get_position().width > 0.7
