@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.analysis.singular import singular_moments
-from stars_fast.analysis.spectrum import spectral_radius
+from stars_fast.analysis.spectrum import settled_radius
 
 
 @dataclass(frozen=True)
@@ -64,22 +63,19 @@ def spectrum(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        radius = spectral_radius(block, h, mask=mask, steps=steps, tol=tol, generator=generator)
-    unsettled = [w for w in caught if str(w.message).startswith("spectral_radius:")]
-    for warning in caught:
-        if warning not in unsettled:
-            warnings.warn_explicit(
-                warning.message, warning.category, warning.filename, warning.lineno
-            )
+    found = settled_radius(block, h, mask=mask, steps=steps, tol=tol, generator=generator)
     moments = singular_moments(block, h, mask=mask, probes=probes, generator=generator)
     finite = finite_samples(h, mask) & moments.mean_square.isfinite()
 
     def kept(x: Tensor) -> Tensor:
         return torch.where(finite, x.double(), torch.nan).cpu()
 
-    return Spectrum(kept(radius), kept(moments.mean_square), kept(moments.r4), not unsettled)
+    return Spectrum(
+        kept(found.radius),
+        kept(moments.mean_square),
+        kept(moments.r4),
+        bool(found.settled.all()),
+    )
 
 
 def finite_samples(h: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stars_fast.analysis.krylov import krylov_radius, unit
+from stars_fast.analysis.krylov import Radius, krylov_radius, unit
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows, sample_of
 
@@ -64,35 +64,75 @@ def spectral_radius(
         RuntimeWarning: power iteration or the Krylov space did not settle to `tol` within `steps`;
             the last estimate is returned.
     """
-    if not isinstance(h, Tensor) or not h.is_floating_point():
-        raise TypeError("h: expected a floating-point tensor")
     if method not in ("krylov", "power", "arnoldi"):
         raise ValueError(f"method: expected 'krylov', 'power' or 'arnoldi', got {method!r}")
-    if steps < 2:
-        raise ValueError(f"steps: expected at least 2, got {steps!r}")
-    if not 0 < tol < 1:
-        raise ValueError(f"tol: expected a number in (0, 1), got {tol!r}")
-    rows = Rows.of(h, mask, None)
+    rows = _checked_rows(h, mask, steps, tol)
     kwargs = kwargs or {}
-    start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
+    if method == "krylov":
+        found = settled_radius(
+            block, h, args=args, kwargs=kwargs, mask=mask, steps=steps, tol=tol, generator=generator
+        )
+        _warn_unsettled(int((~found.settled).sum()), len(h), steps, tol)
+        return found.radius.to(rows.dtype)
+    start = _start(h, rows, generator)
     with torch.no_grad():
-        if method != "arnoldi":
-
-            def apply(v: Tensor) -> Tensor:
-                jv = fused_jvp(block, h, v.to(h.dtype), args=args, kwargs=kwargs)[1].to(rows.dtype)
-                return jv if rows.valid is None else jv * rows.valid
-
-            start = start if rows.valid is None else start * rows.valid
-            if method == "power":
-                return _power(apply, start, steps, tol)
-            found = krylov_radius(apply, start, steps=steps, tol=tol)
-            _warn_unsettled(int((~found.settled).sum()), len(start), steps, tol)
-            return found.radius.to(rows.dtype)
+        if method == "power":
+            return _power(_jacobian(block, h, args, kwargs, rows), start, steps, tol)
         radii = [
             _arnoldi(block, h, (args, kwargs), rows, start, index, steps, tol)
             for index in range(h.shape[0])
         ]
     return torch.tensor(radii, dtype=rows.dtype, device=h.device)
+
+
+@torch.no_grad()
+def settled_radius(
+    block: Callable[..., Any],
+    h: Tensor,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    mask: Tensor | None = None,
+    steps: int = 200,
+    tol: float = 1e-4,
+    generator: torch.Generator | None = None,
+) -> Radius:
+    """As `spectral_radius` by "krylov", and of each sample whether it settled, without a warning.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, shape or range, named.
+    """
+    rows = _checked_rows(h, mask, steps, tol)
+    apply = _jacobian(block, h, args, kwargs or {}, rows)
+    return krylov_radius(apply, _start(h, rows, generator), steps=steps, tol=tol)
+
+
+def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> Rows:
+    if not isinstance(h, Tensor) or not h.is_floating_point():
+        raise TypeError("h: expected a floating-point tensor")
+    if steps < 2:
+        raise ValueError(f"steps: expected at least 2, got {steps!r}")
+    if not 0 < tol < 1:
+        raise ValueError(f"tol: expected a number in (0, 1), got {tol!r}")
+    return Rows.of(h, mask, None)
+
+
+def _jacobian(
+    block: Callable[..., Any], h: Tensor, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
+) -> Operator:
+    """The Jacobian of all samples at once, on their real tokens."""
+
+    def apply(v: Tensor) -> Tensor:
+        jv = fused_jvp(block, h, v.to(h.dtype), args=args, kwargs=kwargs)[1].to(rows.dtype)
+        return jv if rows.valid is None else jv * rows.valid
+
+    return apply
+
+
+def _start(h: Tensor, rows: Rows, generator: torch.Generator | None) -> Tensor:
+    """A random vector of each sample, 0 on pads."""
+    start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
+    return start if rows.valid is None else start * rows.valid
 
 
 def _warn_unsettled(unsettled: int, samples: int, steps: int, tol: float) -> None:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from stars_fast.data.addition import IGNORE, AdditionData
+from stars_fast.data.addition import AdditionData
+from stars_fast.evaluation.addition import exact, unseen
 from stars_fast.models.adaptive import Per, turns_until_rest
 from stars_fast.models.looped import LoopedLM
 
@@ -45,26 +46,22 @@ def evaluate_adaptive(
     """
     if not tols:
         raise ValueError("tols must hold a tolerance at least, got none")
-    for name, value in (("limit", limit), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
     was_training = model.training
     model.eval()
-    device = next(model.parameters()).device
-    count = min(limit, len(data.test))
     found = {}
-    for tol in tols:
-        right = taken = stuck = tokens = 0
-        for start in range(0, count, batch_size):
-            batch = data.batch("test", torch.arange(start, min(start + batch_size, count)))
-            targets, real = batch.targets.to(device), batch.mask.to(device)
-            h = model.prelude(batch.tokens.to(device))
-            h, turns = turns_until_rest(model.block, h, limit_turns, tol, per, real)
-            guess = model.head(model.coda(h)).argmax(-1)
-            right += int(((guess == targets) | (targets == IGNORE)).all(1).sum())
-            taken += int(turns[real].sum())
-            stuck += int((turns[real] == limit_turns).sum())
-            tokens += int(real.sum())
-        found[tol] = Point(right / count, taken / tokens, stuck / tokens)
-    model.train(was_training)
+    try:
+        for tol in tols:
+            right = taken = stuck = tokens = sums = 0
+            for batch in unseen(model, data, limit, batch_size):
+                h = model.prelude(batch.tokens)
+                h, turns = turns_until_rest(model.block, h, limit_turns, tol, per, batch.mask)
+                taken_here = turns[batch.mask]
+                right += exact(model, h, batch)
+                taken += int(taken_here.sum())
+                stuck += int((taken_here == limit_turns).sum())
+                tokens += len(taken_here)
+                sums += len(batch.tokens)
+            found[tol] = Point(right / sums, taken / tokens, stuck / tokens)
+    finally:
+        model.train(was_training)
     return found

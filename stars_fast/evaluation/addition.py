@@ -7,11 +7,12 @@ and as the turns are shared, one pass over the deepest number of turns, read by 
 number asked for, is the whole sweep: 1..100 turns cost 100 turns, not 5,050.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
-from stars_fast.data.addition import IGNORE, AdditionData
+from stars_fast.data.addition import IGNORE, AdditionData, Batch
 from stars_fast.models.looped import LoopedLM
 
 
@@ -33,22 +34,38 @@ def evaluate(
     """
     if not turns or any(not isinstance(t, int) or t < 1 for t in turns):
         raise ValueError(f"turns must be integers >= 1, got {list(turns)}")
+    was_training = model.training
+    model.eval()
+    right, count = dict.fromkeys(turns, 0), 0
+    try:
+        for batch in unseen(model, data, limit, batch_size):
+            h = model.prelude(batch.tokens)
+            for turn in range(1, max(turns) + 1):
+                h = model.block(h)
+                if turn in right:
+                    right[turn] += exact(model, h, batch)
+            count += len(batch.tokens)
+    finally:
+        model.train(was_training)
+    return {turn: hits / count for turn, hits in right.items()}
+
+
+def unseen(model: LoopedLM, data: AdditionData, limit: int, batch_size: int) -> Iterator[Batch]:
+    """The first `limit` unseen sums in batches, on the model's device.
+
+    Raises ValueError if `limit` or `batch_size` is not positive.
+    """
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
-    was_training = model.training
-    model.eval()
     device = next(model.parameters()).device
     count = min(limit, len(data.test))
-    right = dict.fromkeys(turns, 0)
     for start in range(0, count, batch_size):
         batch = data.batch("test", torch.arange(start, min(start + batch_size, count)))
-        targets = batch.targets.to(device)
-        h = model.prelude(batch.tokens.to(device))
-        for turn in range(1, max(turns) + 1):
-            h = model.block(h)
-            if turn in right:
-                guess = model.head(model.coda(h)).argmax(-1)
-                right[turn] += int(((guess == targets) | (targets == IGNORE)).all(1).sum())
-    model.train(was_training)
-    return {turn: hits / count for turn, hits in right.items()}
+        yield Batch(*(part.to(device) for part in batch))
+
+
+def exact(model: LoopedLM, h: Tensor, batch: Batch) -> int:
+    """How many sums of a batch are answered exactly from the state h [B, S, D]."""
+    guess = model.head(model.coda(h)).argmax(-1)
+    return int(((guess == batch.targets) | (batch.targets == IGNORE)).all(1).sum())

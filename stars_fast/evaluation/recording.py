@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from abc import abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,10 +60,10 @@ class Recording:
     journal: Journal | None = None
     cache_hook: Any
 
+    @abstractmethod
     def measured(self, response: str) -> dict[str, Any]:
         """What the journal notes beside a response; called once for each, in the order in which
         they are made."""
-        raise NotImplementedError
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """As lm-eval's."""

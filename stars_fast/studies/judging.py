@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from stars_fast.analysis.krylov import krylov_radius
+from stars_fast.analysis.spectrum import settled_radius
 from stars_fast.analysis.summary import number
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.bench.machine import describe
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.jsrr import fused_jvp
 from stars_fast.models.looped import LoopedLM
 from stars_fast.training.addition import load_model
 from stars_fast.training.durable import write_text
@@ -102,7 +101,9 @@ def _states(model: LoopedLM, tokens: Tensor, mask: Tensor) -> dict[str, dict[int
 
     def visit(turn: int, h: Tensor) -> None:
         if turn in RADIUS_TURNS and h.isfinite().all():
-            radius, settled = _radii(model.block, h, mask, generator)
+            radius, settled = settled_radius(
+                model.block, h, mask=mask, tol=TOLERANCE, generator=generator
+            )
             radii["radius"][turn] = number(float(radius.mean()))
             radii["contracting"][turn] = float((radius < 1).double().mean())
             radii["settled"][turn] = float((settled & radius.isfinite()).double().mean())
@@ -114,17 +115,3 @@ def _states(model: LoopedLM, tokens: Tensor, mask: Tensor) -> dict[str, dict[int
         for name, values in means.items()
     }
     return {**sizes, **radii}
-
-
-def _radii(
-    block: nn.Module, h: Tensor, mask: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Spectral radius of the block at each sample of h, [B, S, D], and whether it settled: what
-    `spectral_radius` says in a warning for all samples together."""
-    real = mask.unsqueeze(2).to(h)
-
-    def apply(v: Tensor) -> Tensor:
-        return fused_jvp(block, h, v)[1] * real
-
-    start = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype) * real
-    return krylov_radius(apply, start, tol=TOLERANCE)

@@ -22,6 +22,7 @@ def linear(dtype=torch.float64):
 def test_a_linear_map_has_its_own_radius_and_frobenius_norm():
     h = torch.randn(3, 5, 4, dtype=torch.float64)
     found = spectrum(linear(), h, probes=2000, tol=1e-6)
+    # A residual of tol, times the condition of the map's eigenvectors.
     torch.testing.assert_close(found.radius, torch.full((3,), 0.9).double(), rtol=1e-4, atol=0)
     squares = torch.tensor(EIGENVALUES).double() ** 2
     # 2,000 probes of at least 5 singular values err by sqrt(2 / 5 / 2000), 1.4 %.
@@ -35,6 +36,7 @@ def test_a_linear_map_has_its_own_radius_and_frobenius_norm():
 def test_the_radius_is_where_the_contraction_of_the_trajectory_goes():
     h = torch.randn(2, 3, 4, dtype=torch.float64)
     contraction = trajectory(linear(), h, 40).contraction[-1]
+    # The default tolerance of the radius.
     torch.testing.assert_close(spectrum(linear(), h).radius, contraction, rtol=1e-3, atol=0)
 
 

@@ -80,3 +80,4 @@ def test_a_tolerance_of_zero_is_the_fixed_depth(model, data):
 def test_arguments_out_of_range(model, data, change, message):
     with pytest.raises(ValueError, match=message):
         evaluate_adaptive(model, data, **({"tols": [0.1]} | change))
+    assert model.training

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stars_fast.analysis.krylov import Radius
-from stars_fast.analysis.spectrum import spectral_radius
+from stars_fast.analysis.spectrum import settled_radius, spectral_radius
 from stars_fast.data.addition import AdditionConfig, AdditionData
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.studies import judging
@@ -63,7 +63,9 @@ def test_radii_are_those_of_the_analysis(states):
     model, batch, h = states
     mask = batch.mask.clone()
     mask[:, 1:] = False  # the largest radius is another token's
-    found = judging._radii(model.block, h, mask, torch.Generator().manual_seed(1))
+    found = settled_radius(
+        model.block, h, mask=mask, generator=torch.Generator().manual_seed(1), tol=judging.TOLERANCE
+    )
     generator = torch.Generator().manual_seed(1)
     expected = spectral_radius(
         model.block, h, mask=mask, generator=generator, tol=judging.TOLERANCE
@@ -83,7 +85,7 @@ def test_radii_are_those_of_the_analysis(states):
 def test_shares_of_the_samples(states, monkeypatch, radii, settled, expected):
     model, batch, _ = states
     made = Radius(torch.tensor(radii), torch.tensor(settled))
-    monkeypatch.setattr(judging, "krylov_radius", lambda *args, **options: made)
+    monkeypatch.setattr(judging, "settled_radius", lambda *args, **options: made)
     found = judging._states(model, batch.tokens, batch.mask)
     for name, value in zip(("radius", "contracting", "settled"), expected, strict=True):
         assert found[name] == dict.fromkeys(
