@@ -164,6 +164,58 @@ struct Abs {
   }
 };
 
+// Derivatives by the result, for a backward that keeps y and yd: f' = g(y), f'' xd = k(y) yd. Then
+// `pointwise_backward` of (y, yd) with (g, k) for (f', f'') is that of (x, xd).
+
+struct ReluResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, y > T(0) ? T(1) : T(0), T(0)};
+  }
+};
+
+struct SigmoidResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, y * (T(1) - y), T(1) - T(2) * y};
+  }
+};
+
+struct TanhResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, (T(1) - y) * (T(1) + y), T(-2) * y};
+  }
+};
+
+struct ExpResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, y, T(1)};
+  }
+};
+
+struct SqrtResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, T(0.5) / y, T(-0.5) / (y * y)};
+  }
+};
+
+struct RsqrtResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, T(-0.5) * y * y * y, T(-1.5) * y * y};
+  }
+};
+
+struct ReciprocalResult {
+  template <typename T>
+  static STARS_FN Jet<T> at(T y) {
+    return {y, -y * y, T(-2) * y};
+  }
+};
+
 // As a gate: the plain product.
 struct Identity {
   template <typename T>

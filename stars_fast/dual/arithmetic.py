@@ -103,7 +103,8 @@ for _name, _sign in (("add_", 1), ("__iadd__", 1), ("sub_", -1), ("__isub__", -1
 def mul(input: Any, other: Any) -> Dual:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     if a_dot is not None and b_dot is not None:
-        if a.shape == b.shape and a.dtype == b.dtype and not a.is_complex():
+        alike = a.shape == b.shape and a.dtype == b.dtype and not a.is_complex()
+        if alike and a.is_contiguous() and b.is_contiguous():
             return Dual(gated(input.stack, other.stack, "identity"))
         return Dual.join(a * b, torch.addcmul(a_dot * b, a, b_dot))
     dual, constant = (input, b) if b_dot is None else (other, a)
@@ -192,7 +193,9 @@ def masked_fill(input: Any, mask: Any, value: Any) -> Dual:
 
 
 @rule("copy_", kind="in-place")
-def copy_(input: Any, src: Any, non_blocking: bool = False) -> Dual:
+def copy_(input: Any, src: Any, non_blocking: bool = False) -> Any:
+    if type(input) is not Dual and not (input.is_floating_point() or input.is_complex()):
+        return input.copy_(src.stack[0])  # integers take values, which have no tangent
     check_writable("copy_", input)
     return assign("copy_", input, src.expand(input.shape) if isinstance(src, Tensor) else src)
 
@@ -246,7 +249,8 @@ def _add_product(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
         return product
     if beta == 1 and type(input) is not Dual and type(product) is Dual and input.dim() == 1:
         return Dual(add_bias(product.stack, input))
-    return input * beta + product if beta != 1 else input + product
+    # The product first: the sum has its memory order, as eager's.
+    return product + (input * beta if beta != 1 else input)
 
 
 @rule("addmm", "baddbmm", "addmv", kind="stacked", inplace=True)

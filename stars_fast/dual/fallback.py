@@ -19,10 +19,7 @@ _DRAWS = """
     normal_ uniform_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
 """.split()
 # In-place ops that change what the tensor is, not what it holds.
-_RESHAPING = """
-    t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ resize_ resize_as_ set_ detach_ rename_
-    as_strided_ requires_grad_
-""".split()
+_RESHAPING = "resize_ resize_as_ set_ detach_ rename_ as_strided_ requires_grad_".split()
 
 # Modules of torch whose functions are written in Python, out of other torch functions.
 _COMPOSED = {"torch.nn.functional", "torch.functional"}
@@ -41,8 +38,12 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     short = getattr(func, "__name__", "").rsplit(".", 1)[-1]
     if kwargs.get("out") is not None:
         raise RuntimeError(f"stars_fast: {name}(out=...) can't receive a tangent; drop `out`")
+    _check_opaque(func, name)
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         _check_library_op(func)
+        short = func.__name__.partition(".")[0]
+        if short.endswith("_"):
+            return _inplace_overload(name, short, args, kwargs)
     if short.endswith("_") and not short.endswith("__"):
         return _inplace(func, name, short, args, kwargs)
     if short.startswith("__i") and short.endswith("__"):
@@ -89,6 +90,26 @@ def _body(func: FunctionType) -> FunctionType:
     return body
 
 
+def _check_opaque(func: Any, name: str) -> None:
+    """Refuse what no derivative of one op can see into."""
+    if isinstance(func, (torch.jit.ScriptFunction, torch._C.ScriptMethod)):
+        raise RuntimeError(
+            f"stars_fast: {name} is TorchScript, whose weights would get no gradient; use the "
+            "module or function that it was scripted or traced from"
+        )
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        raise RuntimeError(
+            f"stars_fast: the higher-order op {func} runs functions that a tangent can't follow; "
+            "write that part of the block with torch functions"
+        )
+    if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
+        raise RuntimeError(
+            f"stars_fast: the collective {name} writes into its arguments and has no derivative, so "
+            "the tangent would stay behind; wrap it in a torch.autograd.Function with a `jvp`, or "
+            "keep it out of the block"
+        )
+
+
 def _check_library_op(func: Any) -> None:
     """An op of `torch.library` answers torch.func.jvp with silent zeros: never ask it."""
     schema = func._qualified_op_name if hasattr(func, "_qualified_op_name") else func.name()
@@ -99,10 +120,23 @@ def _check_library_op(func: Any) -> None:
         )
 
 
+def _inplace_overload(name: str, short: str, args: tuple, kwargs: dict) -> Any:
+    """torch.ops.aten.add_.Tensor as Tensor.add_."""
+    method = getattr(torch.Tensor, short, None)
+    if method is None:
+        raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
+    return method(*args, **kwargs)
+
+
 def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Dual:
-    out_of_place = getattr(torch.Tensor, short[:-1], None) or getattr(torch, short[:-1], None)
+    owners = (torch.Tensor, torch, torch.nn.functional)
+    forms = (getattr(owner, short[:-1], None) for owner in owners)
+    out_of_place = next(filter(callable, forms), None)
     draws = short in _DRAWS
-    if short in _RESHAPING or not args or not (draws or callable(out_of_place)):
+    if not args and "input" in kwargs:
+        args = (kwargs.pop("input"),)
+    known = draws or out_of_place is not None
+    if short in _RESHAPING or not known or not args or not isinstance(args[0], torch.Tensor):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
     target = args[0]
     check_writable(name, target)

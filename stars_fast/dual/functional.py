@@ -8,13 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from stars_fast import ops
 from stars_fast.dual.inplace import assign, inplace_form
+from stars_fast.dual.layout import elementwise
 from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import add_rule, rule
 from stars_fast.dual.structural import shift
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.tensor import UNDERSTOOD, Dual
 
 
 def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dtype:
@@ -42,7 +44,8 @@ def _register_pointwise() -> None:
         func = getattr(torch, name)
 
         def handler(input: Dual, *, _func: Any = func, _name: str = name) -> Dual:
-            return Dual(ops.pointwise(input.stack, _name, eager_dtype(_func, input.stack)))
+            dtype = eager_dtype(_func, input.stack)
+            return Dual(elementwise(lambda x: ops.pointwise(x, _name, dtype), input.stack))
 
         add_rule(name, "fused", handler)
         add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
@@ -53,7 +56,8 @@ _register_pointwise()
 
 def _register_activation(name: str) -> None:
     def handler(input: Dual, inplace: bool = False) -> Dual:
-        result = Dual(ops.pointwise(input.stack.clone() if inplace else input.stack, name))
+        stack = input.stack.clone() if inplace else input.stack
+        result = Dual(elementwise(lambda x: ops.pointwise(x, name), stack))
         return assign(name, input, result) if inplace else result
 
     add_rule(name, "fused", handler)
@@ -66,7 +70,17 @@ _register_activation("relu")
 
 @rule("gelu", kind="fused")
 def gelu(input: Dual, *, approximate: str = "none") -> Dual:
-    return Dual(ops.pointwise(input.stack, "gelu" if approximate == "none" else "gelu_tanh"))
+    name = "gelu" if approximate == "none" else "gelu_tanh"
+    return Dual(elementwise(lambda x: ops.pointwise(x, name), input.stack))
+
+
+def _hard_sigmoid(input: Any, inplace: bool = False) -> Any:
+    inside, above = (input > -3) & (input < 3), (input >= 3).to(input.dtype)
+    result = torch.where(inside, input / 6 + 0.5, above)
+    return assign("hardsigmoid", input, result) if inplace else result
+
+
+add_rule("hardsigmoid", "product", _hard_sigmoid)
 
 
 @rule("dropout", kind="stacked")
@@ -97,7 +111,7 @@ def softmax(
     axis = shift(dim, input.stack)
     last = dim in (-1, input.stack.dim() - 2)
     result = ops.softmax(input.stack if last else input.stack.transpose(axis, -1), dtype)
-    return Dual(result if last else result.transpose(axis, -1))
+    return Dual(result if last else result.transpose(axis, -1).contiguous())
 
 
 @rule("log_softmax", kind="product")
@@ -223,6 +237,24 @@ def _unfused_attention(
     return F.dropout(torch.softmax(s, -1), dropout_p) @ v
 
 
+def _causal_mask(bias: CausalBias, query: Any, key: Any) -> Tensor:
+    """[Sq, Sk], True where a query sees a key: aligned at the first or at the last of both."""
+    queries, keys = query.shape[-2], key.shape[-2]
+    if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
+        raise ValueError(
+            f"scaled_dot_product_attention: attn_mask is a CausalBias of {bias.seq_len_q} queries "
+            f"and {bias.seq_len_kv} keys, expected {queries} and {keys}"
+        )
+    last = bias.variant == CausalVariant.LOWER_RIGHT
+    everything = torch.ones(queries, keys, dtype=torch.bool, device=query.device)
+    return everything.tril(keys - queries if last else 0)
+
+
+UNDERSTOOD[F.scaled_dot_product_attention] = (CausalBias,)
+# A weight of any class, such as a quantised one, multiplies the stack as it multiplies a tensor.
+UNDERSTOOD[F.linear] = (Tensor,)
+
+
 @rule("scaled_dot_product_attention", kind="fused")
 def scaled_dot_product_attention(
     query: Any,
@@ -234,6 +266,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
+    if isinstance(attn_mask, CausalBias):
+        attn_mask, is_causal = _causal_mask(attn_mask, query, key), False
     if attn_mask is not None and is_causal:
         raise RuntimeError(
             "scaled_dot_product_attention: attn_mask must be None when is_causal is True"

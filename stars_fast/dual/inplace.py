@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.fresh import turn_fresh
+from stars_fast.dual.tensor import Dual, frozen_by
 
 
 def check_writable(name: str, target: Any) -> None:
-    """Raise unless `target` is a Dual whose stack may be written."""
-    if type(target) is not Dual:
+    """Raise unless `target` is a Dual whose stack may be written, or can be made one."""
+    if type(target) is not Dual and not turn_fresh(target):
         raise RuntimeError(
             f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor, "
-            "which can't hold it; use the out-of-place form, or allocate with zeros_like/new_zeros "
-            "of a tensor that depends on h"
+            "which can't hold it; use the out-of-place form, or allocate the tensor inside the block"
         )
-    if target.frozen is not None:
+    view = frozen_by(target)
+    if view is not None:
         raise RuntimeError(
-            f"stars_fast: in-place {name} on a tensor that shares memory through "
-            f"{target.frozen!r}, for which no view rule exists; clone it first"
+            f"stars_fast: in-place {name} on a tensor that shares memory through {view!r}, for which "
+            "no view rule exists; clone it first"
         )
 
 
@@ -36,7 +37,10 @@ def assign(name: str, target: Dual, result: Any) -> Dual:
     if type(result) is Dual:
         target.stack.copy_(result.stack)
     else:
-        target.stack[0].copy_(torch.as_tensor(result))
+        if isinstance(result, torch.Tensor):
+            target.stack[0].copy_(result)
+        else:
+            target.stack[0].fill_(result)
         target.stack[1].zero_()
     return target
 

@@ -15,8 +15,10 @@ linalg.solve: it takes what they saved for constants.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +27,29 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.layout import overlaps, pack_pair
+from stars_fast.dual.tensor import Dual, freeze
+
+# Ops whose inputs eager keeps for its backward too: they may not be overwritten there either, so no
+# copy is needed.
+_KEEP_INPUTS = frozenset(
+    """
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d softplus mish elu celu
+    hardswish logaddexp prelu bilinear group_norm batch_norm
+    """.split()
+)
+
+# torch counts the levels of forward mode for the whole process, not for each thread.
+_forward_mode = threading.RLock()
+
+
+@dataclass(frozen=True)
+class _View:
+    """An output that lies in the memory of an input: of which stack, and where in its memory; None
+    for what strides can't say, such as another dtype."""
+
+    stack: int
+    place: tuple[torch.Size, tuple[int, ...], int] | None
 
 
 class _Call:
@@ -50,7 +74,9 @@ class _Call:
             self.leaves[i] = None
         self.outputs: list[Any] = []
         self.out_spec: Any = None
-        self.aliases = False
+        self.views: list[_View | None] = []
+        self.arrange: list[Callable[[Tensor], Tensor]] = []
+        self.grad_enabled = torch.is_grad_enabled()
         self.device = self.tensors[0].device
         self.autocast = torch.is_autocast_enabled(self.device.type)
         self.autocast_dtype = torch.get_autocast_dtype(self.device.type)
@@ -87,35 +113,94 @@ class _Call:
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[list[Tensor], list[Tensor]]:
         """Primals and tangents of the smooth inputs; a plain tensor has a zero tangent."""
-        stacks, plains = tensors[: self.stacks], tensors[self.stacks : self.smooth_inputs]
-        primals = [stack[0] for stack in stacks] + list(plains)
+        # Forward mode takes no tensor whose elements share memory.
+        smooth = [x.clone() if overlaps(x) else x for x in tensors[: self.smooth_inputs]]
+        stacks, plains = smooth[: self.stacks], smooth[self.stacks :]
+        primals = [stack[0] for stack in stacks] + plains
         tangents = [stack[1] for stack in stacks] + [torch.zeros_like(x) for x in plains]
         return primals, tangents
+
+
+    def check(self, values: Any, versions: list[int], pairs: list[Any]) -> None:
+        """Raise where the op did what its dual can't follow."""
+        if [_version(x) for x in values] != versions:
+            raise RuntimeError(
+                f"stars_fast: {self.name} writes into its arguments, which would change a value and "
+                "leave its tangent; use an out-of-place form, or detach what it is given"
+            )
+        if any(pair.tangent is None for pair in pairs):
+            # torch.func.jvp would answer zeros here: an op that torch can't see through.
+            raise RuntimeError(
+                f"stars_fast: {self.name} gives a result without a tangent: torch has no forward "
+                "derivative for it; detach its input where a constant is meant"
+            )
+        if any(pair.primal.requires_grad for pair in pairs):
+            raise RuntimeError(
+                f"stars_fast: {self.name} uses a tensor that requires a gradient and is none of its "
+                "arguments (a weight held by a compiled object or a closure), so its gradient "
+                "would be lost; pass the tensor as an argument, or call the Python code instead"
+            )
+
+
+@contextmanager
+def _forward_levels() -> Iterator[None]:
+    """A level of forward mode, for one thread at a time."""
+    with _forward_mode, forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
+        yield
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _views(
+    stacks: Sequence[Tensor], primals: Sequence[Tensor], outputs: Sequence[Tensor]
+) -> list[_View | None]:
+    """For each output, where it lies in the memory of one of the primals that the op was given."""
+    owners = {x.untyped_storage().data_ptr(): i for i, x in enumerate(primals) if x.numel()}
+    found: list[_View | None] = []
+    for out in outputs:
+        place = out.untyped_storage().data_ptr() if out.numel() else None
+        owner = owners.get(place)
+        if owner is None:
+            found.append(None)
+            continue
+        stack = stacks[owner]
+        by_strides = (
+            out.dtype == stack.dtype
+            and not (out.is_conj() or out.is_neg())
+            and stack.untyped_storage().data_ptr() == place
+        )
+        where = (out.shape, out.stride(), out.storage_offset()) if by_strides else None
+        found.append(_View(owner, where))
+    return found
 
 
 class _OneOp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
-        ctx.save_for_backward(*tensors)
-        primals, tangents = call.split(tensors)
-        # Inside a Function torch turns forward mode off.
-        with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
+        # Eager may keep less than the inputs, and allow to overwrite them.
+        copied = 0 if call.name.rpartition(".")[2] in _KEEP_INPUTS else call.stacks
+        ctx.save_for_backward(*(x.clone() for x in tensors[:copied]), *tensors[copied:])
+        values = tuple(x.detach() for x in tensors)
+        primals, tangents = call.split(values)
+        versions = [_version(x) for x in values]
+        # Inside a Function torch turns forward mode and gradients off. The inputs are constants
+        # here: a result that requires a gradient depends on more than them.
+        with _forward_levels(), torch.set_grad_enabled(call.grad_enabled):
             inputs = map(forward_ad.make_dual, primals, tangents)
-            smooth = call.smooth(*inputs, *tensors[call.smooth_inputs :])
-            memory = {stack.untyped_storage().data_ptr() for stack in tensors[: call.stacks]}
-            call.aliases = any(out.untyped_storage().data_ptr() in memory for out in smooth)
+            smooth = call.smooth(*inputs, *values[call.smooth_inputs :])
             pairs = [forward_ad.unpack_dual(out) for out in smooth]
             call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
-        if any(pair.tangent is None for pair in pairs):
-            # torch.func.jvp would answer zeros here: an op that torch can't see through.
-            raise RuntimeError(
-                f"stars_fast: {call.name} gives a result without a tangent: torch has no forward "
-                "derivative for it; detach its input where a constant is meant"
-            )
-        return tuple(
-            torch.stack((pair.primal, pair.tangent.to(pair.primal.dtype))) for pair in pairs
-        )
+        call.check(values, versions, pairs)
+        call.views = _views(values, primals[: call.stacks], [pair.primal for pair in pairs])
+        packed = [
+            pack_pair(pair.primal.detach(), pair.tangent.detach().to(pair.primal.dtype))
+            for pair in pairs
+        ]
+        call.arrange = [arrange for _, arrange in packed]
+        return tuple(memory for memory, _ in packed)
 
     @staticmethod
     @once_differentiable
@@ -123,19 +208,15 @@ class _OneOp(torch.autograd.Function):
         call = ctx.call
         tensors = tuple(x.detach() for x in ctx.saved_tensors)
         primals, tangents = call.split(tensors)
-        with (
-            call.same_draws(),
-            forward_ad._set_fwd_grad_enabled(True),
-            forward_ad.dual_level(),
-            torch.enable_grad(),
-        ):
+        with call.same_draws(), _forward_levels(), torch.enable_grad():
             inputs = [
                 forward_ad.make_dual(x.requires_grad_(), x_dot)
                 for x, x_dot in zip(map(torch.clone, primals), tangents, strict=True)
             ]
             outputs = call.smooth(*inputs, *tensors[call.smooth_inputs :])
             call.outputs = []
-            bars, dot_bars = [g[0] for g in grads], [g[1] for g in grads]
+            stacks = [arrange(g) for arrange, g in zip(call.arrange, grads, strict=True)]
+            bars, dot_bars = [g[0] for g in stacks], [g[1] for g in stacks]
             # With create_graph torch takes the form of a backward that can be differentiated.
             grad = functools.partial(
                 torch.autograd.grad, outputs, inputs, create_graph=True, allow_unused=True
@@ -154,9 +235,9 @@ class _OneOp(torch.autograd.Function):
                 (_part(g, 0, x), _part(g, 1, x) + _part(f, 0, x))
                 for f, g, x in zip(first, second, primals, strict=True)
             ]
-        stacks = [torch.stack((bar, dot_bar)) for dot_bar, bar in pairs[: call.stacks]]
-        plains = [bar for _, bar in pairs[call.stacks :]]
-        return None, *stacks, *plains, *[None] * (len(tensors) - call.smooth_inputs)
+        stack_bars = [torch.stack((bar, dot_bar)) for dot_bar, bar in pairs[: call.stacks]]
+        plain_bars = [bar for _, bar in pairs[call.stacks :]]
+        return None, *stack_bars, *plain_bars, *[None] * (len(tensors) - call.smooth_inputs)
 
 
 def _part(grad: Tensor | None, half: int, x: Tensor) -> Tensor:
@@ -186,14 +267,27 @@ def jvp(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
         raise RuntimeError(
             f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
         ) from error
-    filled = [Dual(next(stacks)) if out is None else out for out in call.outputs]
+    places = zip(stacks, call.arrange, call.views, strict=True)
+    duals = iter([_filled(call, arrange(memory), view) for memory, arrange, view in places])
+    filled = [next(duals) if out is None else out for out in call.outputs]
     call.outputs = []
-    if call.aliases:
+    if any(view is not None and view.place is None for view in call.views):
         # A view in torch, a copy here: no later write may go through it.
         for leaf in (*tree_leaves((args, kwargs)), *filled):
             if type(leaf) is Dual:
-                leaf.frozen = name
+                freeze(leaf, name)
     return tree_unflatten(filled, call.out_spec)
+
+
+def _filled(call: _Call, stack: Tensor, view: _View | None) -> Dual:
+    """An output: a view of the input's stack where torch gives a view of the input."""
+    if view is None or view.place is None:
+        return Dual(stack)
+    source, (shape, stride, offset) = call.tensors[view.stack], view.place
+    # Seen from the whole memory: the stack may be one of several views, and the output reach
+    # beyond it.
+    whole = source if source._base is None else source._base
+    return Dual(whole.as_strided((2, *shape), (source.stride(0), *stride), offset))
 
 
 class _ValueOnly(Exception):

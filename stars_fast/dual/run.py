@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.modules import adopt
+from stars_fast.dual.fresh import FreshTensors
+from stars_fast.dual.modules import adopt, modules_of
 from stars_fast.dual.scope import dual_scope
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.tensor import Dual, check_history, primal_of
 from stars_fast.ops.spans import masks_of_one_pass
 
 
@@ -32,8 +33,11 @@ def dual_pass(
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
     adopt(block)
-    with dual_scope(), masks_of_one_pass():
-        output = first_output(block(Dual(stack), *args, **kwargs))
+    try:
+        with dual_scope(), masks_of_one_pass(), FreshTensors():
+            output = first_output(block(Dual(stack), *args, **kwargs))
+    finally:
+        release(block)
     if type(output) is not Dual:
         raise TypeError(
             "block: expected its (first) output to be a tensor that depends on h, got "
@@ -43,7 +47,35 @@ def dual_pass(
                 else type(output).__name__
             )
         )
+    check_history(output)
     return output.stack
+
+
+def release(block: Any) -> None:
+    """Leave no Dual behind on the modules of a block: what a forward stored there, such as a running
+    mean or an auxiliary loss, becomes its primal."""
+    for module in modules_of(block):
+        for held in (module.__dict__, module._buffers):
+            for key, value in held.items():
+                if type(value) is Dual:
+                    held[key] = value.stack[0]
+                elif type(value) in _CONTAINERS and value:
+                    held[key] = _primals(value)
+
+
+_CONTAINERS = (list, tuple, dict)
+
+
+def _primals(value: Any) -> Any:
+    """A container with the primals of its Duals; the same object where it can be written."""
+    if type(value) is dict:
+        value.update({k: v.stack[0] for k, v in value.items() if type(v) is Dual})
+    elif any(type(each) is Dual for each in value):
+        parts = [primal_of(each) for each in value]
+        if type(value) is tuple:
+            return tuple(parts)
+        value[:] = parts
+    return value
 
 
 def first_output(output: Any) -> Any:

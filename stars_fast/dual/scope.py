@@ -21,6 +21,7 @@ from stars_fast.dual.tensor import Dual
 # Functions that hand their inputs on unchanged and act only when backward comes by.
 _PASS_THROUGH = {
     "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
+    "torch.nn.modules._functions.BackwardHookFunction",
     "torch.nn.parallel.distributed._DDPSink",
 }
 # Functions that only keep their inputs for later.

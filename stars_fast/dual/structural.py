@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.inplace import check_writable
+from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.oneop import jvp
-from stars_fast.dual.registry import RULES, Rule, objects_named, rule
+from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 
 
@@ -86,7 +87,7 @@ def flatten(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
 
 @rule("ravel", kind="stacked")
 def ravel(input: Dual) -> Dual:
-    return Dual(input.stack.reshape(2, -1))
+    return Dual(input.stack.reshape(2, -1).contiguous())
 
 
 @structural("unflatten")
@@ -116,11 +117,66 @@ def matrix_transpose(input: Dual) -> Dual:
     return Dual(input.stack.transpose(-2, -1))
 
 
+@rule("mH", "adjoint", "H", kind="stacked")
+def conjugate_transpose(input: Dual) -> Dual:
+    return matrix_transpose(conj(input))
+
+
+@rule("conj", kind="stacked")
+def conj(input: Dual) -> Dual:
+    return Dual(input.stack.conj()) if input.stack.is_complex() else input
+
+
+@rule("resolve_conj", kind="stacked")
+def resolve_conj(input: Dual) -> Dual:
+    return Dual(input.stack.resolve_conj()) if input.stack.is_conj() else input
+
+
+@rule("resolve_neg", kind="stacked")
+def resolve_neg(input: Dual) -> Dual:
+    return Dual(input.stack.resolve_neg()) if input.stack.is_neg() else input
+
+
+@rule("real", kind="stacked")
+def real(input: Dual) -> Dual:
+    return Dual(torch.real(input.stack)) if input.stack.is_complex() else input
+
+
+@rule("imag", kind="stacked")
+def imag(input: Dual) -> Dual:
+    return Dual(torch.imag(input.stack))
+
+
+@rule("view_as_real", kind="stacked")
+def view_as_real(input: Dual) -> Dual:
+    return Dual(torch.view_as_real(input.stack))
+
+
+@rule("view_as_complex", kind="stacked")
+def view_as_complex(input: Dual) -> Dual:
+    return Dual(torch.view_as_complex(input.stack))
+
+
 @structural("permute")
 def permute(input: Dual, *dims: Any, **kwargs: Any) -> Dual:
     order = kwargs.get("dims") or sizes(dims)
     ndim = input.stack.dim()
     return Dual(input.stack.permute(0, *(shift(dim, input.stack) % ndim for dim in order)))
+
+
+def _register_turns() -> None:
+    """t_ and the like: the same tensor with its dimensions in another order."""
+    for name in "t transpose swapaxes swapdims squeeze unsqueeze".split():
+        turned = getattr(torch.Tensor, name)
+
+        def handler(input: Dual, *args: Any, _turned: Any = turned, **kwargs: Any) -> Dual:
+            input.stack = _turned(input, *args, **kwargs).stack
+            return input
+
+        add_rule(f"{name}_", "in-place", handler)
+
+
+_register_turns()
 
 
 @structural("movedim", "moveaxis")
@@ -181,12 +237,12 @@ def repeat_interleave(
     return Dual(stack.repeat_interleave(repeats, axis, output_size=output_size))
 
 
-@structural("chunk")
+@structural("chunk", "unsafe_chunk")
 def chunk(input: Dual, chunks: int, dim: int = 0) -> tuple[Dual, ...]:
     return tuple(map(Dual, input.stack.chunk(chunks, shift(dim, input.stack))))
 
 
-@structural("split", "split_with_sizes")
+@structural("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 def split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
     return tuple(map(Dual, input.stack.split(split_size, shift(dim, input.stack))))
 
@@ -194,6 +250,69 @@ def split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
 @structural("tensor_split")
 def tensor_split(input: Dual, sections: Any, dim: int = 0) -> tuple[Dual, ...]:
     return tuple(map(Dual, input.stack.tensor_split(sections, shift(dim, input.stack))))
+
+
+def _register_splits() -> None:
+    """hsplit and the like: tensor_split along the first, second or third dimension."""
+    for name, least, axis in (("vsplit", 2, 0), ("hsplit", 1, 1), ("dsplit", 3, 2)):
+
+        def handler(
+            input: Dual, sections: Any, _name: str = name, _least: int = least, _axis: int = axis
+        ) -> tuple[Dual, ...]:
+            if input.dim() < _least:
+                raise RuntimeError(
+                    f"{_name}: input needs at least {_least} dimensions, got {input.dim()}"
+                )
+            axis = min(_axis, input.dim() - 1)
+            if isinstance(sections, int) and input.shape[axis] % sections:
+                raise RuntimeError(
+                    f"{_name}: {sections} sections do not divide a size of {input.shape[axis]}"
+                )
+            return input.tensor_split(sections, axis)  # type: ignore[return-value]
+
+        add_rule(name, "stacked", handler)
+
+
+_register_splits()
+
+
+@rule("atleast_1d", kind="stacked")
+def atleast_1d(*tensors: Any) -> Any:
+    return _each_of(tensors, lambda x: x.reshape(1) if x.dim() == 0 else x)
+
+
+@rule("atleast_2d", kind="stacked")
+def atleast_2d(*tensors: Any) -> Any:
+    return _each_of(tensors, lambda x: x if x.dim() > 1 else atleast_1d(x).unsqueeze(0))
+
+
+@rule("atleast_3d", kind="stacked")
+def atleast_3d(*tensors: Any) -> Any:
+    return _each_of(tensors, lambda x: x if x.dim() > 2 else atleast_2d(x).unsqueeze(-1))
+
+
+def _each_of(tensors: tuple, change: Callable[[Any], Any]) -> Any:
+    if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+        return change(tensors[0])
+    given = tensors[0] if len(tensors) == 1 else tensors
+    return tuple(change(each) for each in given)
+
+
+@rule("meshgrid", kind="stacked")
+def meshgrid(*tensors: Any, indexing: str | None = None) -> tuple[Any, ...]:
+    given = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
+    flat = [each.reshape(-1) for each in given]
+    swap = indexing == "xy" and len(flat) > 1
+    if swap:
+        flat[:2] = flat[1::-1]
+    sizes = [each.shape[0] for each in flat]
+    grids = [
+        each.view(*[1] * i, -1, *[1] * (len(flat) - i - 1)).expand(sizes)
+        for i, each in enumerate(flat)
+    ]
+    if swap:
+        grids[:2] = grids[1::-1]
+    return tuple(grids)
 
 
 @structural("unbind")
@@ -243,25 +362,67 @@ def _lift_all(tensors: Sequence[Any]) -> list[Tensor]:
 def cat(tensors: Sequence[Any], dim: int = 0) -> Dual:
     # torch skips empty one-dimensional tensors whatever the others' rank.
     stacks = _lift_all([each for each in tensors if tuple(each.shape) != (0,)] or tensors)
+    if all(_is_channels_last(stack[0]) for stack in stacks):
+        return _by_halves(torch.cat, stacks, dim)
     return Dual(torch.cat(stacks, shift(dim, stacks[0])))
 
 
 @rule("stack", kind="stacked")
 def stack(tensors: Sequence[Any], dim: int = 0) -> Dual:
     stacks = _lift_all(tensors)
+    if all(_is_channels_last(stack[0]) for stack in stacks):
+        return _by_halves(torch.stack, stacks, dim)
     return Dual(torch.stack(stacks, shift(dim, stacks[0], 1)))
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether torch joins such tensors in their own memory format, which a stack would hide."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return (
+        x.dim() in formats
+        and not x.is_contiguous()
+        and x.is_contiguous(memory_format=formats[x.dim()])
+    )
+
+
+def _by_halves(join: Callable[..., Tensor], stacks: list[Tensor], dim: int) -> Dual:
+    halves = [join([stack[half] for stack in stacks], dim) for half in (0, 1)]
+    return Dual(stack_pair(*halves))
 
 
 @rule("contiguous", kind="stacked")
 def contiguous(input: Dual, memory_format: torch.memory_format = torch.contiguous_format) -> Dual:
-    if memory_format is not torch.contiguous_format:
-        return _each(torch.Tensor.contiguous)(input, memory_format=memory_format)
-    return input if input.stack[0].is_contiguous() else Dual(input.stack.contiguous())
+    if input.stack[0].is_contiguous(memory_format=memory_format):
+        return input
+    return _in_format(input, memory_format)
+
+
+def _in_format(input: Dual, memory_format: torch.memory_format) -> Dual:
+    """A copy in a memory format."""
+    if memory_format is torch.preserve_format:
+        return Dual(input.stack.clone())
+    if memory_format is torch.contiguous_format:
+        return Dual(input.stack.clone(memory_format=memory_format))
+    primal, tangent = (half.clone(memory_format=memory_format) for half in input.stack)
+    return Dual(stack_pair(primal, tangent))
 
 
 @rule("clone", kind="stacked")
-def clone(input: Dual, *, memory_format: Any = None) -> Dual:
-    return Dual(input.stack.clone())
+def clone(input: Dual, *, memory_format: torch.memory_format = torch.preserve_format) -> Dual:
+    return _in_format(input, memory_format)
+
+
+def _cast(method: Callable[..., Tensor], input: Dual, args: tuple, kwargs: dict) -> Any:
+    """A conversion of dtype, device or memory format."""
+    if kwargs.get("memory_format") is None:
+        return _converted(input, method(input.stack, *args, **kwargs))
+    primal = input.stack[0]
+    converted = method(primal, *args, **kwargs)
+    if converted is primal:
+        return input
+    if not (converted.is_floating_point() or converted.is_complex()):
+        return converted
+    return Dual(stack_pair(converted, method(input.stack[1], *args, **kwargs)))
 
 
 def _converted(input: Dual, stack: Tensor) -> Any:
@@ -278,8 +439,7 @@ def to(input: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs = {key: primal_of(value) for key, value in kwargs.items()}
     if type(input) is not Dual:
         return input.to(*args, **kwargs)
-    kwargs.pop("memory_format", None)
-    return _converted(input, input.stack.to(*args, **kwargs))
+    return _cast(torch.Tensor.to, input, args, kwargs)
 
 
 @rule("type_as", kind="stacked")
@@ -298,11 +458,10 @@ def type_(input: Dual, dtype: Any = None, **kwargs: Any) -> Any:
 
 def _register_casts() -> None:
     for name in ("float", "half", "bfloat16", "double", "cpu", "cuda"):
-        cast = getattr(torch.Tensor, name)
+        method = getattr(torch.Tensor, name)
 
-        def handler(input: Dual, *args: Any, _cast: Any = cast, **kwargs: Any) -> Any:
-            kwargs.pop("memory_format", None)
-            return _converted(input, _cast(input.stack, *args, **kwargs))
+        def handler(input: Dual, *args: Any, _method: Any = method, **kwargs: Any) -> Any:
+            return _cast(_method, input, args, kwargs)
 
         for target in objects_named(name):
             RULES[target] = Rule(name, "stacked", handler)
@@ -335,9 +494,12 @@ def _plain_item(item: Any) -> Any:
     if isinstance(item, Tensor):
         integer = not (item.is_floating_point() or item.dtype == torch.bool)
         return int(item) if item.dim() == 0 and integer else item
-    if isinstance(item, bool) or not hasattr(item, "__index__"):
+    if isinstance(item, bool):
         return item
-    return operator.index(item)
+    try:
+        return operator.index(item)
+    except TypeError:  # no integer: a slice, a list, an array of several elements
+        return item
 
 
 @rule("__getitem__", kind="stacked")
@@ -349,16 +511,41 @@ def getitem(input: Any, index: Any) -> Any:
         shifted = (slice(None), *index)
         return Dual(input.stack[shifted])
     # Advanced indices may move dimensions to the front: take each half by itself.
-    return Dual(torch.stack((input.stack[0][index], input.stack[1][index])))
+    return Dual(stack_pair(input.stack[0][index], input.stack[1][index]))
 
 
 @rule("__setitem__", kind="in-place")
 def setitem(input: Any, index: Any, value: Any) -> None:
     check_writable("__setitem__", input)
     index = _plain_index(index)
-    halves = value.stack.unbind(0) if type(value) is Dual else (value, 0)
-    for half, content in zip((0, 1), halves, strict=True):
-        input.stack[half][index] = content
+    if not _is_basic(index):
+        primal, tangent = (value.stack[0], value.stack[1]) if type(value) is Dual else (value, 0)
+        input.stack[0][index] = primal
+        input.stack[1][index] = tangent
+        return
+    place = input.stack[(slice(None), *index)]
+    if type(value) is not Dual:
+        place[0, ...] = value
+        place[1].zero_()
+    elif not _is_same_memory(place, value.stack):
+        place.copy_(_fitted(value.stack, place.dim()))
+
+
+def _is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether both are one and the same view: `x[i] += y` writes, then assigns what it wrote."""
+    return (
+        a.shape == b.shape
+        and a.stride() == b.stride()
+        and a.dtype == b.dtype
+        and a.data_ptr() == b.data_ptr()
+    )
+
+
+def _fitted(stack: Tensor, ndim: int) -> Tensor:
+    """A stack for assignment to one of `ndim` dimensions: torch ignores leading ones."""
+    while stack.dim() > ndim and stack.shape[1] == 1:
+        stack = stack.squeeze(1)
+    return align(stack, ndim - 1)
 
 
 # -- linear ops without a cheaper form: each half by itself
@@ -376,7 +563,7 @@ def _each(func: Callable[..., Any]) -> Callable[..., Any]:
                 **{k: a.stack[i] if type(a) is Dual else a for k, a in kwargs.items()},
             )
 
-        return Dual(torch.stack((half(0), half(1))))
+        return Dual(stack_pair(half(0), half(1)))
 
     return handler
 

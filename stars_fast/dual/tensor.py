@@ -10,14 +10,17 @@ nothing new.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import RULES, Rule, report
 
 _get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
+_get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
@@ -33,7 +36,10 @@ class Dual(torch.Tensor):
     """
 
     stack: Tensor
-    frozen: str | None
+    # Whether autograd unpacked this pair, from what it had saved; whether it was a plain tensor of the
+    # block's own, with the history it had then.
+    unpacked = False
+    turned = False
 
     @staticmethod
     def __new__(cls: type[Dual], stack: Tensor) -> Dual:
@@ -54,7 +60,6 @@ class Dual(torch.Tensor):
             requires_grad=stack.requires_grad,
         )
         self.stack = stack
-        self.frozen = None
         return self
 
     def __init__(self, stack: Tensor) -> None:
@@ -77,16 +82,18 @@ class Dual(torch.Tensor):
             tangent = tangent.to(primal.dtype)
         if tangent.shape != primal.shape:
             tangent = tangent.expand(primal.shape)
-        return cls(torch.stack((primal, tangent)))
+        return cls(stack_pair(primal, tangent))
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1:
+            _check_types(func, types)
         for arg in (*args, *kwargs.values()):
             if type(arg) is Dual:
-                _check_history(arg)
+                check_history(arg)
         found = RULES.get(func)
         if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
             return _unknown(func, args, kwargs)
@@ -104,9 +111,14 @@ class Dual(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        if func is torch.ops.aten.detach.default:  # autograd unpacks a pair that it had saved
+            pair = Dual(args[0].stack)
+            pair.unpacked = True
+            return pair
         raise RuntimeError(
-            f"stars_fast: {func} reached a Dual below its rules (torch functions are disabled "
-            "here), where its tangent would be lost; call the op outside DisableTorchFunction"
+            f"stars_fast: {func} reached a Dual below its rules (TorchScript, or a region where "
+            "torch functions are disabled), where its tangent would be lost; call the op from Python "
+            "code, outside DisableTorchFunction"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -125,6 +137,28 @@ def _unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     return unknown(func, args, kwargs)
 
 
+def _check_types(func: Any, types: Any) -> None:
+    """Refuse operands whose class gives torch functions a meaning of its own: the rules would read
+    them as ordinary tensors."""
+    for kind in types:
+        if kind is Dual or is_ordinary(kind) or issubclass(kind, UNDERSTOOD.get(func, ())):
+            continue
+        raise TypeError(
+            f"stars_fast: {getattr(func, '__name__', func)} of a tensor with a tangent and a "
+            f"{kind.__module__}.{kind.__qualname__}: expected plain tensors; what this class does is "
+            "not known to the dual pass, convert it first"
+        )
+
+
+def is_ordinary(kind: type) -> bool:
+    """Whether torch functions of this class mean what they mean for a Tensor."""
+    owner = next(each for each in kind.__mro__ if "__torch_function__" in each.__dict__)
+    return owner in (torch.Tensor, torch.nn.Parameter)
+
+
+UNDERSTOOD: dict[Any, tuple[type, ...]] = {}
+"""torch function -> classes, beside Tensor, that its rule understands."""
+
 # Rules whose formulas hold for real numbers.
 _REAL = {"var", "var_mean", "std", "logsumexp", "log_softmax", "pow"}
 
@@ -135,18 +169,48 @@ def _is_complex_for(found: Rule, args: tuple) -> bool:
     return bool(args) and type(args[0]) is Dual and args[0].stack.is_complex()
 
 
-def _check_history(dual: Dual) -> None:
+def check_history(dual: Dual) -> None:
     """A Dual's wrapper is always a leaf: history on it comes from a custom autograd.Function that
     ran on the pair as if it were a tensor, and autograd would lose the gradient of the stack."""
     with torch._C.DisableTorchFunctionSubclass():
-        if _get_is_leaf(dual):
+        if dual.unpacked:
+            # Autograd tells the wrapper alone that it requires a gradient.
+            dual.unpacked = False
+            if _get_requires_grad(dual) and not dual.stack.requires_grad:
+                dual.stack = dual.stack.detach().requires_grad_()
+        if dual.turned or _get_is_leaf(dual):
             return
         node = _get_grad_fn(dual)
     raise RuntimeError(
         f"stars_fast: the custom autograd function {node.name()} was applied to a Dual where it "
-        "can't be given its tangent (inside a recomputed region); give it a `jvp`, or keep it out "
-        "of the checkpointed part of the block"
+        "can't be given its tangent: inside a recomputed region, or through an `apply` that was "
+        "bound before the pass (`f = Function.apply`); give it a `jvp` and call it as "
+        "`Function.apply(...)`, outside of checkpointed parts"
     )
+
+
+# Memory that a view shares for which no rule exists: address -> a tensor that keeps it, the op.
+_frozen: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+
+
+def freeze(dual: Dual, name: str) -> None:
+    """No later write may go through the memory of `dual`: the op `name` made a view of it, of which
+    there is a copy here."""
+    stack = dual.stack
+    root = stack if stack._base is None else stack._base
+    _frozen[stack.untyped_storage().data_ptr()] = weakref.ref(root), name
+
+
+def frozen_by(dual: Dual) -> str | None:
+    """The op that froze the memory of `dual`."""
+    if not _frozen:
+        return None
+    place = dual.stack.untyped_storage().data_ptr()
+    owner, name = _frozen.get(place, (None, None))
+    if owner is not None and owner() is None:
+        del _frozen[place]
+        return None
+    return name
 
 
 def primal_of(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -107,9 +109,28 @@ def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return input.stack.register_hook(hook)
 
 
-@rule("detach", "data", kind="primal")
+# Modules of torch that detach to keep a tensor, not to make a constant of it.
+_KEEPERS = {"torch.utils.checkpoint", "torch.autograd.graph"}
+
+
+@rule("detach", kind="primal")
 def detach(input: Dual) -> Tensor:
-    """A constant, as under torch.func.jvp: its tangent is zero."""
+    """A constant, as under torch.func.jvp: its tangent is zero. Nested checkpoints keep the inputs
+    of the inner one this way: those stay pairs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_ours(frame):
+        frame = frame.f_back
+    if frame.f_globals.get("__name__") in _KEEPERS:
+        return Dual(input.stack.detach().requires_grad_(input.stack.requires_grad))
+    return input.stack[0].detach()
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").startswith("stars_fast.dual.")
+
+
+@rule("data", kind="primal")
+def data(input: Dual) -> Tensor:
     return input.stack[0].detach()
 
 

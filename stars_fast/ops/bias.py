@@ -15,10 +15,10 @@ from torch import Tensor
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
         ctx.dtype, ctx.lead = bias.dtype, x.dim() - 1 - bias.dim()
-        x[0].add_(bias)
-        return x
+        # Never into x: selective checkpointing may hold the product.
+        shift = torch.stack((bias, torch.zeros_like(bias))).to(x.dtype)
+        return x + shift.view(2, *[1] * ctx.lead, *bias.shape)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -29,5 +29,5 @@ class _AddBias(torch.autograd.Function):
 
 
 def add_bias(x: Tensor, bias: Tensor) -> Tensor:
-    """x [2, ..., D] (overwritten: pass a fresh product), bias [D] -> [2, ..., D]."""
+    """x [2, ..., D], bias [D] -> [2, ..., D], x's dtype."""
     return _AddBias.apply(x, bias)

@@ -3,7 +3,14 @@
     y = f(x)                      y_dot = f'(x) x_dot
     x_dot_bar = f'(x) y_dot_bar   x_bar = f'(x) y_bar + f''(x) x_dot y_dot_bar
 
-`DERIVATIVES[name](x)` gives f, f' and f''. Only x is saved.
+`DERIVATIVES[name](x)` gives f, f' and f''. Only x is saved; for the functions that torch
+differentiates from their result, only the result (y, y_dot), so that x may be overwritten afterwards
+wherever eager allows it. With f' = g(y) and f'' x_dot = k(y) y_dot,
+
+    x_dot_bar = g(y) y_dot_bar    x_bar = g(y) y_bar + k(y) y_dot y_dot_bar
+
+which is the backward above at (y, y_dot) with (g, k) for (f', f''): the function "relu_result" and so
+on of `pointwise_backward`.
 """
 
 from __future__ import annotations
@@ -136,6 +143,30 @@ DERIVATIVES: dict[str, Callable[[Tensor], Triple]] = {
     "abs": _abs,
 }
 
+# name -> g and k.
+_FROM_RESULT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "relu": (lambda y: (y > 0).to(y.dtype), torch.zeros_like),
+    "sigmoid": (lambda y: y * (1 - y), lambda y: 1 - 2 * y),
+    "tanh": (lambda y: (1 - y) * (1 + y), lambda y: -2 * y),
+    "exp": (lambda y: y, torch.ones_like),
+    "sqrt": (lambda y: 0.5 / y, lambda y: -0.5 / (y * y)),
+    "rsqrt": (lambda y: -0.5 * y**3, lambda y: -1.5 * y * y),
+    "reciprocal": (lambda y: -y * y, lambda y: -2 * y),
+}
+
+
+def saved_name(name: str) -> str:
+    """The function whose backward answers for `name`: itself, of x, or "..._result", of (y, y_dot)."""
+    return f"{name}_result" if name in _FROM_RESULT else name
+
+
+def _slopes(saved: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """f' and f'' of x, or g and k of y."""
+    if name.endswith("_result"):
+        g, k = _FROM_RESULT[name.removesuffix("_result")]
+        return g(saved), k(saved)
+    return DERIVATIVES[name](saved)[1:]
+
 
 @plain("pointwise")
 def _pointwise(x: Tensor, name: str, dual: bool) -> Tensor:
@@ -150,8 +181,8 @@ def _pointwise(x: Tensor, name: str, dual: bool) -> Tensor:
 def _pointwise_backward(grad: Tensor, x: Tensor, name: str, dual: bool) -> Tensor:
     wide, g = widen(x).contiguous(), widen(grad).contiguous()
     if not dual:
-        return (DERIVATIVES[name](wide)[1] * g).to(x.dtype)
-    _, f1, f2 = DERIVATIVES[name](wide[0])
+        return (_slopes(wide, name)[0] * g).to(x.dtype)
+    f1, f2 = _slopes(wide[0], name)
     x_bar = torch.addcmul(f1 * g[0], f2, wide[1] * g[1])
     return torch.stack((x_bar, f1 * g[1])).to(x.dtype)
 
@@ -159,16 +190,18 @@ def _pointwise_backward(grad: Tensor, x: Tensor, name: str, dual: bool) -> Tenso
 class _Pointwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, dual: bool) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.options = name, dual
-        return implementation("pointwise", x, name)(x, name, dual)
+        y = implementation("pointwise", x, name)(x, name, dual)
+        saved = saved_name(name)
+        ctx.save_for_backward(x if saved == name else y)
+        ctx.options = saved, dual
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        backward = implementation("pointwise_backward", x, ctx.options[0])
-        return backward(grad, x, *ctx.options), None, None
+        (saved,) = ctx.saved_tensors
+        backward = implementation("pointwise_backward", saved, ctx.options[0])
+        return backward(grad, saved, *ctx.options), None, None
 
 
 def pointwise(

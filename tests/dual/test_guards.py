@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stars_fast import Dual, explain, fused_jsrr, fused_jvp
+from stars_fast.dual.registry import RULES
 from stars_fast.dual.run import dual_pass
 
 
@@ -96,12 +97,13 @@ def test_a_plain_tensor_can_not_receive_a_tangent():
         torch.logcumsumexp(pair(3, 4), 0, out=buffer)
 
 
-def test_a_write_through_a_view_without_a_rule_is_refused():
-    x = pair(2, 4)
-    view = x.hsplit(2)[0]
-    with pytest.raises(RuntimeError, match="shares memory through 'hsplit'"):
+def test_a_write_through_a_view_without_a_rule_is_refused(monkeypatch):
+    monkeypatch.delitem(RULES, torch.view_as_complex)
+    x = pair(2, 4, 2)
+    view = torch.view_as_complex(x)
+    with pytest.raises(RuntimeError, match="shares memory through 'view_as_complex'"):
         view.add_(1)
-    with pytest.raises(RuntimeError, match="shares memory through 'hsplit'"):
+    with pytest.raises(RuntimeError, match="shares memory through 'view_as_complex'"):
         x.mul_(2)
 
 
@@ -425,19 +427,10 @@ def test_random_in_place_ops_draw_what_torch_draws():
     )
 
 
-@pytest.mark.parametrize("name", ["t_", "squeeze_", "detach_"])
+@pytest.mark.parametrize("name", ["detach_", "rename_"])
 def test_metadata_in_place_ops_are_refused(name):
     with pytest.raises(RuntimeError, match=f"no rule for in-place {name}"):
         getattr(pair(3, 3), name)()
-
-
-@pytest.mark.parametrize("view", ["mH", "real"])
-def test_writes_through_views_by_copy_are_refused(view):
-    x = pair(3, 3)
-    part = getattr(x, view)
-    if part is not x:
-        with pytest.raises(RuntimeError, match=r"shares memory|no rule"):
-            part.mul_(2)
 
 
 def test_a_later_write_to_an_argument_of_a_fallback_is_noticed():

@@ -124,7 +124,7 @@ std::vector<double> everything(const Kernels& k, Type type, bool dual, int64_t c
         count);
   }
   const int64_t elements = count * width;
-  for (int f = 0; f <= static_cast<int>(Function::abs); ++f) {
+  for (int f = 0; f <= static_cast<int>(Function::reciprocal_result); ++f) {
     const Function function = static_cast<Function>(f);
     run(k.pointwise, Pointwise{call, rows(), rows(), function}, elements, 5);
     run(k.pointwise_backward, PointwiseBackward{call, rows(), rows(), rows(), function}, elements, 5);

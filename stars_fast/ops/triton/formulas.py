@@ -124,6 +124,27 @@ def _abs(x):
 
 
 @triton.jit
+def _of_result(y, NAME: tl.constexpr):
+    """y, g(y) and k(y) with f' = g(y) and f'' xd = k(y) yd: derivatives by the result."""
+    if NAME == "relu_result":
+        first, second = tl.where(y > 0, 1.0, 0.0), tl.zeros_like(y)
+    elif NAME == "sigmoid_result":
+        first, second = y * (1 - y), 1 - 2 * y
+    elif NAME == "tanh_result":
+        first, second = (1 - y) * (1 + y), -2 * y
+    elif NAME == "exp_result":
+        first, second = y, tl.full(y.shape, 1.0, y.dtype)
+    elif NAME == "sqrt_result":
+        first, second = 0.5 / y, -0.5 / (y * y)
+    elif NAME == "rsqrt_result":
+        first, second = -0.5 * y * y * y, -1.5 * y * y
+    else:
+        tl.static_assert(NAME == "reciprocal_result", "unknown elementwise function")
+        first, second = -y * y, -2 * y
+    return y, first, second
+
+
+@triton.jit
 def jet(x, NAME: tl.constexpr):
     """f(x), f'(x) and f''(x) of the elementwise function NAME."""
     if NAME == "silu":
@@ -158,9 +179,10 @@ def jet(x, NAME: tl.constexpr):
         y, first, second = _cos(x)
     elif NAME == "erf":
         y, first, second = _erf(x)
-    else:
-        tl.static_assert(NAME == "abs", "unknown elementwise function")
+    elif NAME == "abs":
         y, first, second = _abs(x)
+    else:
+        y, first, second = _of_result(x, NAME)
     return y, first, second
 
 

@@ -1,0 +1,661 @@
+"""What shares memory in eager shares it in a pass: writes through views, memory order, tensors that a
+block makes and fills."""
+
+import functools
+import threading
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from differences import assert_matches_differences, numbers
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from stars_fast import fused_jsrr, fused_jvp
+from stars_fast.dual import Dual
+
+
+def written(change):
+    """A block that changes a copy of h in place."""
+
+    def block(h):
+        y = h * 1.0
+        change(y)
+        return y.sin()
+
+    return block
+
+
+# -- views
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda y: torch.view_as_complex(y.view(3, 2, 2)).mul_(2j),
+        lambda y: torch.view_as_real(torch.view_as_complex(y.view(3, 2, 2)))[..., 0].mul_(3),
+        lambda y: torch.view_as_complex(y.view(3, 2, 2)).imag.add_(1),
+        lambda y: torch.view_as_complex(y.view(3, 2, 2)).conj().mul_(1j),
+        lambda y: y.mH[0].add_(1),
+        lambda y: y.adjoint()[1:].mul_(y[:, 0].clone()),
+        lambda y: y.real.mul_(2),
+        lambda y: y.hsplit(2)[0].mul_(y.hsplit(2)[1].clone()),
+        lambda y: y.vsplit(3)[1].mul_(2),
+        lambda y: y.hsplit([1, 3])[1].mul_(2),
+        lambda y: y.view(3, 2, 2).dsplit(2)[1].mul_(2),
+        lambda y: torch.atleast_3d(y)[..., 0].mul_(2),
+        lambda y: torch.broadcast_tensors(y, torch.ones(3, 4))[0][1].mul_(2),
+        lambda y: y.view(2, 6).unflatten(1, (2, 3))[:, 1].mul_(2),
+        lambda y: torch.linalg.diagonal(y).mul_(2),
+        lambda y: torch.nn.Flatten(0)(y)[2:].mul_(2),
+        lambda y: y.unsafe_chunk(2, 1)[0].mul_(2) if not y.requires_grad else y[:, :2].mul_(2),
+    ],
+    ids=lambda change: "",
+)
+def test_a_write_through_a_view_reaches_the_whole(change):
+    assert_matches_differences(written(change), numbers(3, 4))
+
+
+def test_views_without_a_rule_are_views():
+    """`linalg.diagonal` and such go through the fallback, and stay views of the stack."""
+
+    def block(h):
+        y = h * 1.0
+        part = torch.linalg.diagonal(y)
+        y.mul_(2.0)
+        return part * y[0, :3]
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
+@pytest.mark.parametrize("indexing", ["ij", "xy"])
+def test_meshgrid_shares_the_memory_of_its_inputs(indexing):
+    def block(h):
+        y = h * 1.0
+        a, b = torch.meshgrid(y[0], y[1], indexing=indexing)
+        y[0].mul_(2)
+        return a * b + y[0]
+
+    assert_matches_differences(block, numbers(4, 4))
+
+
+def test_a_view_of_an_expanded_tensor_by_the_fallback_is_not_lost():
+    def block(h):
+        y = h * 1.0
+        part = torch.linalg.diagonal(y[:1].expand(3, 4))
+        y.mul_(2.0)
+        return part
+
+    with pytest.raises(RuntimeError, match="shares memory through"):
+        fused_jvp(block, numbers(3, 4), numbers(3, 4))
+
+
+# -- memory order
+
+
+def reused(op):
+    """`contiguous` copies or aliases; a write to its result shows which."""
+
+    def block(h):
+        z = op(h * 1.0)
+        flat = z.contiguous()
+        flat += 1
+        again = z.reshape(-1)
+        again *= 2
+        return z.sin()
+
+    return block
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: F.silu(x.transpose(0, 1)),
+        lambda x: x.t() * x.t(),
+        lambda x: x.t() * x.t().clone(memory_format=torch.contiguous_format),
+        lambda x: x.t() + x.t(),
+        lambda x: x.t() * 2.0,
+        lambda x: x.t() ** 2,
+        lambda x: x.t().exp() * 1.0,
+        lambda x: torch.where(x.t() > 0, x.t(), 2 * x.t()),
+        lambda x: x.t().clone(),
+        lambda x: x.t().clone(memory_format=torch.contiguous_format),
+        lambda x: torch.logaddexp(x.t(), 2 * x.t()),
+        lambda x: x.t().softmax(-1) * 1.0,
+        lambda x: x.t().softmax(0) * 1.0,
+        lambda x: x.t().cumsum(0),
+        lambda x: x.t().flip(0),
+        lambda x: x.t().masked_fill(x.t() > 0, 1.0),
+        lambda x: F.pad(x.t(), (0, 1)),
+        lambda x: torch.cat((x.t(), x.t()), 1),
+        lambda x: torch.stack((x.t(), x.t())),
+        lambda x: x.t().sum(0),
+        lambda x: x[:, ::2].exp() * 1.0,
+        lambda x: x.t().ravel(),
+        lambda x: x.t()[torch.tensor([1, 0])],
+        lambda x: F.gelu(x.view(3, 2, 2).permute(2, 0, 1)),
+        lambda x: F.dropout(x.t(), 0.5, False),
+        lambda x: F.layer_norm(x.t(), (3,)),
+        lambda x: F.rms_norm(x.t(), (3,)),
+        lambda x: torch.addmm(x.t(), x.t(), x @ x.t()),
+        lambda x: x.t().to(torch.float64, memory_format=torch.contiguous_format),
+        lambda x: torch.zeros_like(x.t()) + x.t(),
+        lambda x: x[:1].expand(3, 4) * 2.0,
+    ],
+    ids=range(31),
+)
+def test_results_lie_in_memory_as_eager_s_do(op):
+    h = numbers(3, 4)
+    eager, dual = op(h * 1.0), op(Dual(torch.stack((h, h))) * 1.0)
+    assert dual.stride() == eager.stride()
+    assert_matches_differences(reused(op), h)
+
+
+def test_channels_last_is_kept():
+    x = numbers(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    pair = Dual(torch.stack((numbers(2, 3, 4, 5), numbers(2, 3, 4, 5, seed=1))))
+    pair = pair.contiguous(memory_format=torch.channels_last)
+    for op in (
+        torch.sin,
+        F.silu,
+        lambda x: x * x,
+        lambda x: torch.cat((x, x), 1),
+        lambda x: torch.stack((x, x)),
+        lambda x: x.clone(),
+        lambda x: x.to(torch.float32, memory_format=torch.contiguous_format),
+        lambda x: F.conv2d(x, torch.ones(2, 3, 1, 1, dtype=x.dtype)),
+    ):
+        assert op(pair).stride() == op(x).stride()
+
+
+# -- assignment
+
+
+def augmented(h):
+    y = h * 1.0
+    y[..., :2] += 1
+    y[:, 0] += y[:, 1].clone().sin()
+    y[:2] *= y[1:].clone()
+    y[torch.tensor([0, 1])] *= 2
+    y[y > 0] -= 1
+    y[np.int64(1)] += y[np.array([0, 2])].sum(0)
+    y[1:, None] /= 2.0
+    y[0] @= y[:, :4].t() @ y[:, :4] if False else torch.eye(4, dtype=y.dtype)
+    return y.sin()
+
+
+def test_augmented_assignment_to_a_part():
+    assert_matches_differences(augmented, numbers(3, 4))
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [
+        lambda y: y.__setitem__(0, y[1]),
+        lambda y: y.__setitem__((slice(None), None), y[:, None] * 2),
+        lambda y: y.__setitem__(slice(0, 1), y[None, 2:3] * 2),
+        lambda y: y.__setitem__(Ellipsis, 3.0),
+        lambda y: y.__setitem__((0, 1), y.sum()),
+        lambda y: y.__setitem__(slice(1, 3), torch.arange(4.0)),
+        lambda y: y.__setitem__(1, np.float64(2.0)),
+        lambda y: y.__setitem__(np.int64(0), y[np.int64(1)] * 2),
+        lambda y: y.mul_(torch.sigmoid(y)),
+        lambda y: y.mul_(torch.tanh(y)),
+        lambda y: y.sub_(torch.exp(y)),
+        lambda y: y.div_(torch.sqrt(y.clone().square() + 1)),
+        lambda y: y.mul_(torch.relu(y)),
+        lambda y: y.copy_(0.7),
+        lambda y: y.t_().unsqueeze_(0).mul_(2.0).squeeze_(0).transpose_(0, 1)[1].exp_(),
+        lambda y: y.sub_(torch.zeros_like(y).scatter_add(1, torch.zeros(3, 4).long(), y)),
+        lambda y: y.add_(torch.rsqrt(y.clone() ** 2 + 1).reciprocal()),
+    ],
+    ids=range(17),
+)
+def test_assignments_are_exact(assign):
+    assert_matches_differences(written(assign), numbers(3, 4))
+
+
+ACTIVATIONS = [
+    nn.ReLU(True),
+    nn.ELU(inplace=True),
+    nn.Hardtanh(inplace=True),
+    nn.LeakyReLU(inplace=True),
+    nn.Mish(True),
+    nn.Hardswish(True),
+    nn.SELU(True),
+    nn.CELU(inplace=True),
+    nn.ReLU6(True),
+    nn.Threshold(0.1, 0.0, True),
+    nn.RReLU(inplace=True).eval(),
+    nn.SiLU(True),
+    nn.Hardsigmoid(True),
+    nn.Dropout(0.0, inplace=True),
+]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: type(a).__name__)
+def test_in_place_activations_are_exact(activation):
+    assert_matches_differences(lambda h: activation(h * 1.0) * h, numbers(3, 4))
+
+
+def test_in_place_overloads_of_aten():
+    assert_matches_differences(
+        written(lambda y: torch.ops.aten.add_.Tensor(y, y.clone().sin())), numbers(3, 4)
+    )
+
+
+# -- tensors that a block makes and fills
+
+
+def fill(make, write):
+    def block(h):
+        made = make(h)
+        write(made, h)
+        return made.sin() * 2
+
+    return block
+
+
+@pytest.mark.parametrize(
+    ("make", "write"),
+    [
+        (lambda h: torch.zeros(3, 4, dtype=h.dtype), lambda o, h: o.copy_(h)),
+        (
+            lambda h: torch.zeros(3, 4, dtype=h.dtype),
+            lambda o, h: o.index_add_(0, torch.tensor([0, 0, 2]), h),
+        ),
+        (lambda h: torch.ones(3, 4, dtype=h.dtype), lambda o, h: o[1:].mul_(h[1:])),
+        (
+            lambda h: torch.empty(3, 4, dtype=h.dtype),
+            lambda o, h: (o[:, ::2].copy_(h[:, ::2]), o[:, 1::2].fill_(2.0)),
+        ),
+        (lambda h: torch.zeros(12, dtype=h.dtype).view(3, 4), lambda o, h: o[0].add_(h[1])),
+        (
+            lambda h: torch.zeros(4, 4, dtype=h.dtype).t()[:3],
+            lambda o, h: o.__setitem__(slice(1, 3), h[:2]),
+        ),
+        (
+            lambda h: torch.zeros(4, 4, dtype=h.dtype),
+            lambda o, h: o.index_copy_(0, torch.tensor([1, 2, 3]), h),
+        ),
+        (
+            lambda h: torch.full((3, 4), 2.0, dtype=h.dtype),
+            lambda o, h: o.scatter_(1, torch.zeros(3, 1, dtype=torch.long), h[:, :1]),
+        ),
+        (
+            lambda h: torch.eye(4, dtype=h.dtype).clone(),
+            lambda o, h: o.__setitem__(torch.tensor([0, 2]), h[:2]),
+        ),
+        (
+            lambda h: torch.zeros(3, 4, dtype=h.dtype),
+            lambda o, h: o.masked_scatter_(h > 0, h.flatten() * 2),
+        ),
+    ],
+    ids=range(10),
+)
+def test_fresh_tensors_can_be_filled(make, write):
+    assert_matches_differences(fill(make, write), numbers(3, 4))
+
+
+def test_views_taken_before_the_first_write_see_it():
+    def block(h):
+        whole = torch.zeros(12, dtype=h.dtype)
+        grid = whole.view(3, 4)
+        left, right = grid[:, :2], grid[:, 2:]
+        whole.narrow(0, 0, 4).copy_(h[0])
+        right.copy_(h[:, 2:])
+        return left.sum() * whole + grid.reshape(-1)
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
+def test_weights_can_be_cloned_and_filled():
+    weight = numbers(3, 4, seed=8).requires_grad_()
+
+    def block(h):
+        made = weight.clone()
+        made[1:] *= h[1:]
+        return made.sin()
+
+    assert_matches_differences(block, numbers(3, 4), [weight])
+
+
+def test_integers_take_values_alone():
+    def block(h):
+        made = torch.zeros(3, 4, dtype=torch.long)
+        made.copy_(h * 10)
+        return made * h
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
+def test_a_tensor_from_outside_is_not_filled():
+    outside = torch.zeros(3, 4, dtype=torch.float64)
+    for write in (
+        lambda h: outside.copy_(h) + h,
+        lambda h: outside[1:].copy_(h[1:]) + h[1:],
+        lambda h: outside.detach().copy_(h) + h,
+        lambda h: outside.clone().data.copy_(h) + h if False else outside.add_(h),
+    ):
+        with pytest.raises(RuntimeError, match="inside the block"):
+            fused_jvp(write, numbers(3, 4), numbers(3, 4))
+    assert type(outside) is torch.Tensor
+    assert not outside.any()
+
+
+def test_memory_of_a_filled_tensor_is_not_read_again():
+    """Its own memory is NaN from then on: what slipped past the rules would show."""
+    seen = []
+
+    def block(h):
+        made = torch.zeros(3, 4, dtype=h.dtype)
+        made.copy_(h)
+        with torch._C.DisableTorchFunctionSubclass():
+            seen.append(made.sum())
+        return made * 2
+
+    fused_jvp(block, numbers(3, 4), numbers(3, 4))
+    assert seen[0].isnan()
+
+
+# -- what a block leaves behind
+
+
+class Keeper(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+        self.seen, self.table, self.pair = [], {}, ()
+
+    def forward(self, h):
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * h.mean(0)
+        self.last = h
+        self.seen.append(h.sin())
+        self.table["h"] = h.cos()
+        self.pair = (h, 1)
+        return h * self.mean
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, lambda m: lambda h: m(h)], ids=["module", "closure"])
+def test_a_pair_stored_on_a_module_does_not_outlive_the_pass(wrap):
+    module, plain = Keeper(), Keeper()
+    h = numbers(3, 4)
+    fused_jvp(wrap(module), h, numbers(3, 4, seed=1))
+    plain(h)
+    kept = [module.mean, module.last, module.seen[0], module.table["h"], module.pair[0]]
+    expected = [plain.mean, plain.last, plain.seen[0], plain.table["h"], plain.pair[0]]
+    for mine, theirs in zip(kept, expected, strict=True):
+        assert type(mine) is torch.Tensor
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(module(h), plain(h))
+
+
+def test_a_pair_stored_before_an_error_does_not_outlive_the_pass():
+    module = Keeper()
+
+    def block(h):
+        module(h)
+        raise KeyError("later")
+
+    with pytest.raises(KeyError):
+        fused_jvp(block, numbers(3, 4), numbers(3, 4))
+    assert type(module.last) is torch.Tensor
+
+
+# -- recomputation, hooks, threads
+
+
+def test_selective_checkpointing_of_products_adds_the_bias_once():
+    linear = nn.Linear(4, 4).double()
+    keep = functools.partial(
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.mul.Tensor],
+    )
+
+    def block(h):
+        return checkpoint(
+            lambda x: linear(x.sin()).sin(), h, use_reentrant=False, context_fn=keep
+        )
+
+    assert_matches_differences(block, numbers(3, 4), [linear.weight, linear.bias])
+
+
+def test_checkpoints_inside_checkpoints():
+    linear = nn.Linear(4, 4).double()
+
+    def inner(x):
+        return torch.logaddexp(linear(x), x).sin()
+
+    def outer(x):
+        return checkpoint(inner, x.sin(), use_reentrant=False).sin() * 2
+
+    def block(h):
+        return checkpoint(outer, h, use_reentrant=False)
+
+    assert_matches_differences(block, numbers(3, 4), [linear.weight, linear.bias])
+
+
+@pytest.mark.parametrize("hooks", ["save_on_cpu", "copies", "checkpoint"])
+def test_saved_tensors_may_be_kept_elsewhere(hooks):
+    linear = nn.Linear(4, 4).double()
+
+    def body(x):
+        x = checkpoint(lambda y: F.silu(linear(y)), x, use_reentrant=False)
+        return torch.logaddexp(linear(x.sin()), x).softmax(-1)
+
+    def block(h):
+        if hooks == "save_on_cpu":
+            with torch.autograd.graph.save_on_cpu():
+                return body(h)
+        if hooks == "copies":
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+                return body(h)
+        return checkpoint(body, h, use_reentrant=False)
+
+    assert_matches_differences(block, numbers(3, 4), [linear.weight])
+
+
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
+def test_backward_hooks_of_modules_are_called(kind):
+    layer, calls = nn.Tanh(), []
+    getattr(layer, f"register_{kind}")(lambda *args: calls.append(args[1:]) and None)
+    assert_matches_differences(lambda h: layer(h.sin()) * 2.0, numbers(3, 4))
+    assert calls
+    assert calls[0][-1][0].shape == (2, 3, 4)
+
+
+def test_fallbacks_of_several_threads_do_not_meet():
+    h, v = numbers(3, 4), numbers(3, 4, seed=4)
+    weight = numbers(3, 4, seed=8)
+    errors, wrong = [], []
+
+    def block(x):
+        for _ in range(20):
+            x = torch.logaddexp(x, weight).cummax(1).values - 0.5
+        return x
+
+    def run():
+        try:
+            given = h.clone().requires_grad_()
+            out, jv = fused_jvp(block, given, v)
+            (grad,) = torch.autograd.grad(out.sum() + jv.square().sum(), given)
+            wrong.append((jv, grad))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    for jv, grad in wrong[1:]:
+        assert torch.equal(jv, wrong[0][0])
+        assert torch.equal(grad, wrong[0][1])
+
+
+# -- what can't be followed is named
+
+
+@torch.jit.script
+def scripted_function(x):
+    return x.sin() * x
+
+
+def test_torchscript_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    for block in (torch.jit.script(model), torch.jit.trace(model, numbers(3, 4))):
+        with pytest.raises(RuntimeError, match="TorchScript"):
+            fused_jsrr(block, numbers(3, 4))
+    with pytest.raises(RuntimeError, match="TorchScript"):
+        fused_jsrr(scripted_function, numbers(3, 4))
+
+
+def test_weights_hidden_in_one_op_are_noticed():
+    """torch.vmap of a closure is one op for the fallback only where it is asked as one."""
+    from stars_fast.dual.oneop import jvp
+
+    weight = numbers(4, seed=8).requires_grad_()
+
+    def hidden(x):
+        return x * weight
+
+    with pytest.raises(RuntimeError, match="none of its arguments"):
+        fused_jvp(lambda h: jvp(hidden, "hidden", (h,), {}), numbers(3, 4), numbers(3, 4))
+    weight.requires_grad_(False)
+    h, v = numbers(3, 4), numbers(3, 4, seed=1)
+    _, jv = fused_jvp(lambda x: jvp(hidden, "hidden", (x,), {}), h, v)
+    torch.testing.assert_close(jv, v * weight)
+
+
+def test_a_write_below_the_fallback_is_noticed():
+    from stars_fast.dual.oneop import jvp
+
+    def writes(x):
+        return x.add_(1) * 2
+
+    def writes_elsewhere(x, buffer):
+        buffer.add_(1)
+        return x * 2
+
+    buffer = numbers(3, 4)
+    with pytest.raises(RuntimeError, match="writes into its arguments"):
+        fused_jvp(lambda h: jvp(writes, "writes", (h * 1.0,), {}), numbers(3, 4), numbers(3, 4))
+    with pytest.raises(RuntimeError, match="writes into its arguments"):
+        fused_jvp(
+            lambda h: jvp(writes_elsewhere, "w", (h, buffer), {}), numbers(3, 4), numbers(3, 4)
+        )
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"])
+def test_collectives_are_refused(call, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+
+        def block(h):
+            y, out = h * 2.0, torch.zeros_like(numbers(3, 4))
+            if call == "all_reduce":
+                dist.all_reduce(y)
+            elif call == "broadcast":
+                dist.broadcast(y, 0)
+            elif call == "all_gather":
+                dist.all_gather([out], y)
+            else:
+                dist.all_gather_into_tensor(out, y)
+            return out + y
+
+        with pytest.raises(RuntimeError, match="the collective all_"):
+            fused_jsrr(block, numbers(3, 4)) if call != "broadcast" else refuse_broadcast(block)
+    finally:
+        from stars_fast.training.distributed import settle
+
+        settle()
+        dist.destroy_process_group()
+
+
+def refuse_broadcast(block):
+    with pytest.raises(RuntimeError, match="the collective broadcast"):
+        fused_jsrr(block, numbers(3, 4))
+    raise RuntimeError("the collective all_ is checked elsewhere")
+
+
+class Opaque(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+bound_before = Opaque.apply
+
+
+def test_an_apply_bound_before_the_pass_is_noticed_as_the_last_op_too():
+    linear = nn.Linear(4, 4).double()
+    for block in (
+        lambda h: bound_before(linear(h)),
+        lambda h: bound_before(linear(h)) * 2.0,
+        lambda h: (bound_before(linear(h)), h),
+        lambda h: {"h": bound_before(linear(h))},
+    ):
+        with pytest.raises(RuntimeError, match="bound before the pass"):
+            fused_jsrr(block, numbers(3, 4))
+
+
+# -- operands of other classes
+
+
+def test_causal_bias_is_understood():
+    from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+    for make, sizes in (
+        (causal_upper_left, (5, 3)),
+        (causal_lower_right, (3, 5)),
+        (causal_upper_left, (4, 4)),
+    ):
+        queries, keys = sizes
+        bias = make(queries, keys)
+        rows = max(sizes)
+
+        def block(h, bias=bias, queries=queries, keys=keys):
+            q = h[None, None, :queries]
+            k = h[None, None, :keys].sin()
+            return F.scaled_dot_product_attention(q, k, 2 * k, attn_mask=bias)
+
+        assert_matches_differences(block, numbers(rows, 4))
+
+
+class Tagged(torch.Tensor):
+    """Means what it says on every function: not a plain tensor."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Harmless(torch.Tensor):
+    """A plain tensor by another name."""
+
+
+def test_an_operand_of_an_unknown_class_is_refused_by_name():
+    from torch.nn.attention.bias import causal_lower_right
+
+    tagged = numbers(3, 4).as_subclass(Tagged)
+    for block in (lambda h: h * tagged, lambda h: torch.logaddexp(h, tagged)):
+        with pytest.raises(TypeError, match="Tagged"):
+            fused_jvp(block, numbers(3, 4), numbers(3, 4))
+    with pytest.raises(TypeError, match="CausalBias"):
+        fused_jvp(lambda h: h + causal_lower_right(3, 4), numbers(3, 4), numbers(3, 4))
+    harmless = numbers(3, 4, seed=8).as_subclass(Harmless)
+    assert_matches_differences(lambda h: h * harmless, numbers(3, 4))
+
+
+def test_numpy_operands_are_tensors():
+    array = numbers(2, 3, 4).numpy()
+    assert_matches_differences(lambda h: h * torch.from_numpy(array), numbers(3, 4))
+    assert_matches_differences(lambda h: (h + np.float64(2.0)) * np.float32(3.0), numbers(3, 4))
