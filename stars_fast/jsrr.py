@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.run import dual_pass
 from stars_fast.graphs import GraphedBlock
 from stars_fast.ops.seed import can_seed
@@ -59,7 +60,7 @@ def fused_jvp(
     wide = v.dtype if v.dtype == torch.float64 else torch.float32
     scale = _rms(v.detach().to(wide))
     u = (v.to(wide) / scale).to(v.dtype)
-    out = _pass(block, torch.stack((h, u)), args, kwargs or {})
+    out = _pass(block, stack_pair(h, u), args, kwargs or {})
     return out[0], (out[1] * scale).to(out.dtype)
 
 
@@ -214,7 +215,7 @@ def fused_jsrr(
             jv = _pass(block, stack, args, kwargs)[1]
             _check_output(jv, h)
             u = rows.unit_rms(jv.to(rows.dtype), normalize)
-            stack = torch.stack((h, u.to(h.dtype)))
+            stack = stack_pair(h, u.to(h.dtype))
     output, jv = _pass(block, stack, args, kwargs)
     _check_output(jv, h)
     loss = rows.mean_square(jv, normalize)
@@ -230,10 +231,11 @@ def _seed(
 ) -> Tensor:
     """[2, *h.shape]: h and the direction, of unit RMS on each sample."""
     if v is None and can_seed(h) and not h.requires_grad:
-        return rows.seeded(h, generator, normalize)
+        stack = rows.seeded(h, generator, normalize)
+        return stack if h.is_contiguous() else stack_pair(h, stack[1])
     if v is None:
         v = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
-    return torch.stack((h, rows.unit_rms(v.to(rows.dtype), normalize).to(h.dtype)))
+    return stack_pair(h, rows.unit_rms(v.to(rows.dtype), normalize).to(h.dtype))
 
 
 def _check_h(h: Any) -> None:

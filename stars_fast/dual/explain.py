@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import observe
 from stars_fast.dual.run import dual_pass
 from stars_fast.ops.library import watch
@@ -94,7 +95,7 @@ def explain(
     watch(picked.append)
     try:
         with torch.no_grad():
-            dual_pass(block, torch.stack((h, torch.ones_like(h))), args, kwargs or {})
+            dual_pass(block, stack_pair(h, torch.ones_like(h)), args, kwargs or {})
     finally:
         watch(None)
         stop()
