@@ -15,13 +15,14 @@ from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import add_rule, rule
 from stars_fast.dual.structural import shift
 from stars_fast.dual.tensor import Dual
+from stars_fast.ops.precision import no_autocast, widen
 
 
 def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dtype:
     """The dtype that `func` gives for a tensor like x under autocast: asked with no elements."""
     if not torch.is_autocast_enabled(x.device.type):
         return x.dtype
-    return func(x.new_empty(shape)).dtype
+    return func(torch.empty(shape, dtype=x.dtype, device=x.device)).dtype
 
 
 @rule("linear", kind="stacked")
@@ -210,17 +211,23 @@ def _unfused_attention(
     q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float, gqa: bool
 ) -> Any:
     """From the parts, for what the fused op leaves out: dropout, a mask with a gradient or a
-    tangent, inputs of unusual rank."""
+    tangent, inputs of unusual rank. Fully masked rows give 0; 16-bit inputs compute in fp32."""
+    dtype = eager_dtype(lambda x: x @ x.mT, q, (0, 1))
     if gqa:
         groups = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    s = (q * scale) @ k.mT
-    if mask is not None:
-        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
-    if is_causal:
-        keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
-        s = s.masked_fill(~keep, -torch.inf)
-    return F.dropout(torch.softmax(s, -1), dropout_p) @ v
+    with no_autocast(q):
+        q, k, v = (widen(x.to(dtype)) for x in (q, k, v))
+        s = (q * scale) @ k.mT
+        if mask is not None:
+            s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+        if is_causal:
+            keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+            s = s.masked_fill(~keep, -torch.inf)
+        # Masked before as well as after: the derivatives of a row of -inf are NaN.
+        hidden = (s == -torch.inf).all(-1, keepdim=True)
+        p = torch.softmax(s.masked_fill(hidden, 0.0), -1).masked_fill(hidden, 0.0)
+        return (F.dropout(p, dropout_p) @ v).to(dtype)
 
 
 @rule("scaled_dot_product_attention", kind="fused")
