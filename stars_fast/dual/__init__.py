@@ -1,7 +1,16 @@
 """The dual pass: `Dual`, the rules that answer torch functions, and what a pass needs around it."""
 
 # Importing a module of rules registers them.
-from stars_fast.dual import arithmetic, functional, reductions, scans, structural, values
+from stars_fast.dual import arithmetic, functional, reductions, scans, stable, structural, values
 from stars_fast.dual.tensor import Dual
 
-__all__ = ["Dual", "arithmetic", "functional", "reductions", "scans", "structural", "values"]
+__all__ = [
+    "Dual",
+    "arithmetic",
+    "functional",
+    "reductions",
+    "scans",
+    "stable",
+    "structural",
+    "values",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from stars_fast.dual.registry import rule
 from stars_fast.dual.structural import shift
 from stars_fast.dual.tensor import Dual
