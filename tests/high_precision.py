@@ -1,4 +1,4 @@
-"""Derivatives to dozens of digits: central differences in mpmath, which comes with torch (sympy)."""
+"""Derivatives to dozens of digits: central differences in mpmath, which torch brings along."""
 
 import mpmath
 import numpy as np

@@ -1,12 +1,22 @@
 """The dual pass: `Dual`, the rules that answer torch functions, and what a pass needs around it."""
 
 # Importing a module of rules registers them.
-from stars_fast.dual import arithmetic, functional, reductions, scans, stable, structural, values
+from stars_fast.dual import (
+    arithmetic,
+    experts,
+    functional,
+    reductions,
+    scans,
+    stable,
+    structural,
+    values,
+)
 from stars_fast.dual.tensor import Dual
 
 __all__ = [
     "Dual",
     "arithmetic",
+    "experts",
     "functional",
     "reductions",
     "scans",

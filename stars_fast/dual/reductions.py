@@ -119,7 +119,7 @@ _register_spreads()
 
 
 @rule("logsumexp", kind="product")
-def logsumexp(input: Dual, dim: Any, keepdim: bool = False) -> Dual:
+def logsumexp(input: Dual, dim: Any, keepdim: bool = False) -> Tensor:
     """y = log sum(exp x), y_dot = sum(exp(x - y) x_dot); over nothing but -inf, -inf and 0."""
     if input.stack.dim() == 1:
         return jvp(torch.logsumexp, "logsumexp", (input, dim, keepdim), {})

@@ -26,7 +26,7 @@ def _sum_of(*terms: tuple[Tensor, Tensor | None]) -> Any:
 # -- two arguments
 
 
-def _log_add(func: Callable[..., Tensor], input: Any, other: Any, log_base: float) -> Dual:
+def _log_add(func: Callable[..., Tensor], input: Any, other: Any, log_base: float) -> Tensor:
     """y = log(exp a + exp b), y_dot = s a_dot + (1 - s) b_dot with s = sigmoid(a - b)."""
     (a, a_dot), (b, b_dot) = split_pair(widened(input)), split_pair(widened(other))
     same = torch.isinf(a) & (a == b)
@@ -38,17 +38,17 @@ def _log_add(func: Callable[..., Tensor], input: Any, other: Any, log_base: floa
 
 
 @rule("logaddexp", kind="product")
-def logaddexp(input: Any, other: Any) -> Dual:
+def logaddexp(input: Any, other: Any) -> Tensor:
     return _log_add(torch.logaddexp, input, other, 1.0)
 
 
 @rule("logaddexp2", kind="product")
-def logaddexp2(input: Any, other: Any) -> Dual:
+def logaddexp2(input: Any, other: Any) -> Tensor:
     return _log_add(torch.logaddexp2, input, other, math.log(2.0))
 
 
 @rule("atan2", "arctan2", kind="product")
-def atan2(input: Any, other: Any) -> Dual:
+def atan2(input: Any, other: Any) -> Tensor:
     """At the origin the derivative is 0, as PyTorch's gradient."""
     (a, a_dot), (b, b_dot) = split_pair(widened(input)), split_pair(widened(other))
     square = a * a + b * b
@@ -63,7 +63,7 @@ def atan2(input: Any, other: Any) -> Dual:
 
 
 @rule("cumprod", kind="product")
-def cumprod(input: Dual, dim: int, *, dtype: torch.dtype | None = None) -> Dual:
+def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """By doubling: no division by an entry that may be small or 0."""
     out = _product_dtype(torch.cumprod, input, dtype)
     x = widened(input if dtype is None else input.to(dtype))
@@ -79,8 +79,8 @@ def cumprod(input: Dual, dim: int, *, dtype: torch.dtype | None = None) -> Dual:
 
 @rule("prod", kind="product")
 def prod(
-    input: Dual, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Dual:
+    input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """By halves: no division by an entry that may be small or 0."""
     out = _product_dtype(torch.prod, input, dtype)
     x = widened(input if dtype is None else input.to(dtype))

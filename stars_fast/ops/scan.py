@@ -27,10 +27,9 @@ def linear_recurrence(a: Tensor, b: Tensor) -> Tensor:
     """s [..., N] with s_i = a_i s_(i-1) + b_i and s_(-1) = 0, by doubling."""
     step = 1
     while step < b.shape[-1]:
-        b = torch.cat(
-            (b[..., :step], torch.addcmul(b[..., step:], a[..., step:], b[..., :-step])), -1
-        )
-        a = torch.cat((a[..., :step], a[..., step:] * a[..., :-step]), -1)
+        decay = a[..., step:]
+        b = torch.cat((b[..., :step], torch.addcmul(b[..., step:], decay, b[..., :-step])), -1)
+        a = torch.cat((a[..., :step], decay * a[..., :-step]), -1)
         step *= 2
     return b
 

@@ -1,5 +1,5 @@
-"""Ops at large, small, equal, zero and saturated inputs, against sixty digits; at kinks, against the
-gradient of eager PyTorch."""
+"""Ops at large, small, equal, zero and saturated inputs, against sixty digits; at kinks, against
+the gradient of eager PyTorch."""
 
 import math
 import warnings
