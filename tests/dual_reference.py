@@ -34,7 +34,7 @@ class KeepDouble(TorchFunctionMode):
                 return args[0]
             if kwargs.get("dtype") == torch.float32:
                 kwargs["dtype"] = torch.float64
-            if func is torch.Tensor.to:
+            if func in (torch.Tensor.to, torch.Tensor.type):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         return func(*args, **kwargs)
 

@@ -11,7 +11,7 @@ import torch
 
 from stars_fast.dual.inplace import assign, check_writable
 from stars_fast.dual.oneop import jvp
-from stars_fast.dual.registry import report
+from stars_fast.dual.registry import LIBRARY_RULES, report
 from stars_fast.dual.tensor import Dual
 
 # In-place ops that overwrite with what has no derivative.
@@ -40,6 +40,10 @@ def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
         raise RuntimeError(f"stars_fast: {name}(out=...) can't receive a tangent; drop `out`")
     _check_opaque(func, name)
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        known = LIBRARY_RULES.get(_library_name(func))
+        if known is not None:
+            report(name, "stacked")
+            return known(*args, **kwargs)
         _check_library_op(func)
         short = func.__name__.partition(".")[0]
         if short.endswith("_"):
@@ -110,9 +114,14 @@ def _check_opaque(func: Any, name: str) -> None:
         )
 
 
+def _library_name(func: Any) -> str:
+    name = func._qualified_op_name if hasattr(func, "_qualified_op_name") else func.name()
+    return name.partition(".")[0]
+
+
 def _check_library_op(func: Any) -> None:
     """An op of `torch.library` answers torch.func.jvp with silent zeros: never ask it."""
-    schema = func._qualified_op_name if hasattr(func, "_qualified_op_name") else func.name()
+    schema = _library_name(func)
     if schema.split("::")[0] not in ("aten", "prims"):
         raise RuntimeError(
             f"stars_fast: the custom op {schema} has no forward derivative; wrap it in a "

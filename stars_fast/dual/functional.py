@@ -12,18 +12,22 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from stars_fast import ops
 from stars_fast.dual.inplace import assign, inplace_form
-from stars_fast.dual.layout import elementwise
+from stars_fast.dual.layout import in_memory_order
 from stars_fast.dual.oneop import jvp
+from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import add_rule, rule
 from stars_fast.dual.structural import shift
-from stars_fast.dual.tensor import UNDERSTOOD, Dual
+from stars_fast.dual.tensor import UNDERSTOOD, Dual, primal_of
+from stars_fast.ops.elementwise import elementwise
+from stars_fast.ops.log_softmax import log_softmax as dual_log_softmax
+from stars_fast.ops.precision import no_autocast, widen
 
 
 def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dtype:
     """The dtype that `func` gives for a tensor like x under autocast: asked with no elements."""
     if not torch.is_autocast_enabled(x.device.type):
         return x.dtype
-    return func(x.new_empty(shape)).dtype
+    return func(torch.empty(shape, dtype=x.dtype, device=x.device)).dtype
 
 
 @rule("linear", kind="stacked")
@@ -45,7 +49,7 @@ def _register_pointwise() -> None:
 
         def handler(input: Dual, *, _func: Any = func, _name: str = name) -> Dual:
             dtype = eager_dtype(_func, input.stack)
-            return Dual(elementwise(lambda x: ops.pointwise(x, _name, dtype), input.stack))
+            return Dual(in_memory_order(lambda x: ops.pointwise(x, _name, dtype), input.stack))
 
         add_rule(name, "fused", handler)
         add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
@@ -57,7 +61,7 @@ _register_pointwise()
 def _register_activation(name: str) -> None:
     def handler(input: Dual, inplace: bool = False) -> Dual:
         stack = input.stack.clone() if inplace else input.stack
-        result = Dual(elementwise(lambda x: ops.pointwise(x, name), stack))
+        result = Dual(in_memory_order(lambda x: ops.pointwise(x, name), stack))
         return assign(name, input, result) if inplace else result
 
     add_rule(name, "fused", handler)
@@ -68,19 +72,39 @@ _register_activation("silu")
 _register_activation("relu")
 
 
+def _register_careful(name: str, *names: str) -> None:
+    func = getattr(F, name, None) or getattr(torch, name, None) or getattr(torch.special, name)
+
+    def handler(input: Dual, inplace: bool = False) -> Dual:
+        stack = input.stack.clone() if inplace else input.stack
+        dtype = eager_dtype(func, stack)
+        result = Dual(in_memory_order(lambda x: elementwise(x, name, dtype), stack))
+        return assign(name, input, result) if inplace else result
+
+    for each in (name, *names):
+        add_rule(name, "fused", handler, each)
+        add_rule(f"{each}_", "in-place", inplace_form(f"{each}_", handler))
+
+
+for _names in (
+    ("mish",),
+    ("hardsigmoid",),
+    ("sinc",),
+    ("i1",),
+    ("i1e",),
+    ("log_ndtr",),
+    ("asin", "arcsin"),
+    ("acos", "arccos"),
+    ("acosh", "arccosh"),
+    ("atanh", "arctanh"),
+):
+    _register_careful(*_names)
+
+
 @rule("gelu", kind="fused")
 def gelu(input: Dual, *, approximate: str = "none") -> Dual:
     name = "gelu" if approximate == "none" else "gelu_tanh"
-    return Dual(elementwise(lambda x: ops.pointwise(x, name), input.stack))
-
-
-def _hard_sigmoid(input: Any, inplace: bool = False) -> Any:
-    inside, above = (input > -3) & (input < 3), (input >= 3).to(input.dtype)
-    result = torch.where(inside, input / 6 + 0.5, above)
-    return assign("hardsigmoid", input, result) if inplace else result
-
-
-add_rule("hardsigmoid", "product", _hard_sigmoid)
+    return Dual(in_memory_order(lambda x: ops.pointwise(x, name), input.stack))
 
 
 @rule("dropout", kind="stacked")
@@ -114,16 +138,22 @@ def softmax(
     return Dual(result if last else result.transpose(axis, -1).contiguous())
 
 
-@rule("log_softmax", kind="product")
+@rule("log_softmax", kind="fused")
 def log_softmax(
-    input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Any:
+    input: Dual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Dual:
     if isinstance(_stacklevel, torch.dtype):
         dtype = _stacklevel
+    if dtype is None:
+        dtype = eager_dtype(lambda x: torch.log_softmax(x, -1), input.stack, (0, 1))
     if dim is None:
         raise ValueError("log_softmax: dim must be an integer, got None")
-    x = input if dtype is None else input.to(dtype)
-    return x - torch.logsumexp(x, dim, keepdim=True)
+    if input.stack.dim() == 1:
+        return jvp(torch.log_softmax, "log_softmax", (input, dim), {"dtype": dtype})
+    axis = shift(dim, input.stack)
+    last = dim in (-1, input.stack.dim() - 2)
+    result = dual_log_softmax(input.stack if last else input.stack.transpose(axis, -1), dtype)
+    return Dual(result if last else result.transpose(axis, -1).contiguous())
 
 
 # -- norms
@@ -169,7 +199,8 @@ def layer_norm(
 ) -> Any:
     if type(input) is not Dual or type(weight) is Dual or type(bias) is Dual:
         dims = tuple(range(-len(_sizes(normalized_shape)), 0))
-        return _affine(_standardise(input, dims, eps), weight, bias)
+        x, dtype = widened(input), input.dtype
+        return _affine(_standardise(x, dims, eps), widened(weight), widened(bias)).to(dtype)
     stack, width = _flat_norm_input(input, normalized_shape)
     weight, bias = _flat(weight), _flat(bias)
     dtype = eager_dtype(lambda x: F.layer_norm(x, (width,), weight, bias), stack, (0, width))
@@ -185,12 +216,80 @@ def rms_norm(
         eps = torch.finfo(wide).eps
     if type(input) is not Dual or type(weight) is Dual:
         dims = tuple(range(-len(_sizes(normalized_shape)), 0))
-        y = input * torch.rsqrt(input.square().mean(dims, keepdim=True) + eps)
-        return _affine(y, weight, None)
+        x = widened(input)
+        y = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+        return _affine(y, widened(weight), None).to(input.dtype)
     stack, width = _flat_norm_input(input, normalized_shape)
     weight = _flat(weight)
     dtype = eager_dtype(lambda x: F.rms_norm(x, (width,), weight), stack, (0, width))
     return Dual(ops.rms_norm(stack, weight, eps, dtype).view(input.stack.shape))
+
+
+def _by_channel(parameter: Any, ndim: int) -> Any:
+    """[C] to broadcast over [N, C, ...]."""
+    return None if parameter is None else parameter.reshape(-1, *[1] * (ndim - 2))
+
+
+def _standardise_groups(input: Dual, shape: tuple[int, ...], eps: float) -> Dual:
+    """Input standardised over what follows the first dimensions `shape`; fp32 for 16 bits."""
+    stack = widen(input.stack)
+    flat = stack.reshape(2, *shape, math.prod(stack.shape[1:]) // max(math.prod(shape), 1))
+    return Dual(ops.layer_norm(flat, None, None, eps).view(stack.shape))
+
+
+def _in_order_of(stack: Tensor, like: Tensor) -> Tensor:
+    """A stack in memory as another of its shape, where that has the channels last."""
+    last = {5: torch.channels_last, 6: torch.channels_last_3d}.get(like.dim())
+    if last is None or like[0].is_contiguous() or not like[0].is_contiguous(memory_format=last):
+        return stack
+    return torch.empty_like(like, dtype=stack.dtype).copy_(stack)
+
+
+@rule("group_norm", kind="fused")
+def group_norm(
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if type(input) is not Dual:
+        input = Dual.join(input, torch.zeros_like(input))
+    if input.dim() < 2 or num_groups < 1 or input.shape[1] % num_groups:
+        raise RuntimeError(
+            f"group_norm: input must be [N, C, ...] with C a multiple of num_groups={num_groups}, "
+            f"got shape {list(input.shape)}"
+        )
+    dtype = eager_dtype(lambda x: F.group_norm(x, 1), input.stack, (1, 2, 0))
+    y = _standardise_groups(input, (input.shape[0], num_groups), eps)
+    weight, bias = (_by_channel(widened(each), input.dim()) for each in (weight, bias))
+    y = _affine(y, weight, bias)
+    return Dual(_in_order_of(y.stack.to(dtype), input.stack))
+
+
+@rule("instance_norm", kind="fused", owners=(F,))
+def instance_norm(
+    input: Any,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Any = None,
+    bias: Any = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """Running statistics are updated once, by torch's own forward of the primal."""
+    if not use_input_stats:
+        return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    primal = primal_of(input).detach()
+    with torch.no_grad():
+        plain = F.instance_norm(primal, running_mean, running_var, None, None, True, momentum, eps)
+    if type(input) is not Dual:
+        input = Dual.join(input, torch.zeros_like(input))
+    y = _standardise_groups(input, tuple(input.shape[:2]), eps)
+    weight, bias = (_by_channel(widened(each), input.dim()) for each in (weight, bias))
+    return _affine(y, weight, bias).to(plain.dtype)
 
 
 @rule("batch_norm", kind="fallback", owners=(F,))
@@ -224,17 +323,23 @@ def _unfused_attention(
     q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float, gqa: bool
 ) -> Any:
     """From the parts, for what the fused op leaves out: dropout, a mask with a gradient or a
-    tangent, inputs of unusual rank."""
+    tangent, inputs of unusual rank. Fully masked rows give 0; 16-bit inputs compute in fp32."""
+    dtype = eager_dtype(lambda x: x @ x.mT, q, (0, 1))
     if gqa:
         groups = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
-    s = (q * scale) @ k.mT
-    if mask is not None:
-        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
-    if is_causal:
-        keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
-        s = s.masked_fill(~keep, -torch.inf)
-    return F.dropout(torch.softmax(s, -1), dropout_p) @ v
+    with no_autocast(q):
+        q, k, v = (widen(x.to(dtype)) for x in (q, k, v))
+        s = (q * scale) @ k.mT
+        if mask is not None:
+            s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+        if is_causal:
+            keep = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril()
+            s = s.masked_fill(~keep, -torch.inf)
+        # Masked before as well as after: the derivatives of a row of -inf are NaN.
+        hidden = (s == -torch.inf).all(-1, keepdim=True)
+        p = torch.softmax(s.masked_fill(hidden, 0.0), -1).masked_fill(hidden, 0.0)
+        return (F.dropout(p, dropout_p) @ v).to(dtype)
 
 
 def _causal_mask(bias: CausalBias, query: Any, key: Any) -> Tensor:

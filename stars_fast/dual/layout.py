@@ -60,7 +60,7 @@ def _as_it_is(stack: Tensor) -> Tensor:
     return stack
 
 
-def elementwise(op: Callable[[Tensor], Tensor], stack: Tensor) -> Tensor:
+def in_memory_order(op: Callable[[Tensor], Tensor], stack: Tensor) -> Tensor:
     """`op(stack)` for an op that works element by element and returns contiguous memory, in the
     order that eager's result has."""
     order = None if stack.is_contiguous() else order_of(stack[0])

@@ -40,6 +40,9 @@ class Rule:
 RULES: dict[Any, Rule] = {}
 """torch function -> rule."""
 
+LIBRARY_RULES: dict[str, Callable[..., Any]] = {}
+"""Name of an op of `torch.library` -> its rule: ops that other packages define when imported."""
+
 _observers: list[Callable[[str, str], None]] = []
 
 
