@@ -38,22 +38,34 @@ def stack_pair(primal: Tensor, tangent: Tensor) -> Tensor:
 def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """The memory of `stack_pair`, and what makes the stack of it: an autograd.Function returns the
     first, since torch refuses later writes into a view that was made inside one."""
-    order = order_of(primal)
-    if order is None and (primal.is_contiguous() or primal.numel() == 0 or overlaps(primal)):
+    if primal.is_contiguous() or primal.numel() == 0:
         return torch.stack((primal, tangent)), _as_it_is
+    order = order_of(primal)
     if order is not None and primal.permute(order).is_contiguous():
         halves = torch.stack((primal.permute(order), tangent.permute(order)))
         return halves, functools.partial(_shifted, order=_inverse(order))
-    # Memory with gaps.
-    span = 1 + sum(step * (size - 1) for step, size in zip(primal.stride(), primal.shape))
+    span, strides = _strides_with_gaps(primal)
     memory = primal.new_empty(2 * span)
     arrange = functools.partial(
-        torch.as_strided, size=(2, *primal.shape), stride=(span, *primal.stride()), storage_offset=0
+        torch.as_strided, size=(2, *primal.shape), stride=(span, *strides), storage_offset=0
     )
     stack = arrange(memory)
     stack[0].copy_(primal)
     stack[1].copy_(tangent)
     return memory, arrange
+
+
+def _strides_with_gaps(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Elements from the first to the last, and strides of memory that is contiguous where x is: x's
+    own; an expanded dimension, which a pair can't share, gets memory that no reshape can merge with
+    its neighbours."""
+    strides = list(x.stride())
+    span = 1 + sum(step * (size - 1) for step, size in zip(strides, x.shape))
+    for dim in reversed(range(x.dim())):
+        if strides[dim] == 0 and x.shape[dim] > 1:
+            strides[dim] = span + 1
+            span += strides[dim] * (x.shape[dim] - 1)
+    return span, tuple(strides)
 
 
 def _as_it_is(stack: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ With p = softmax(x), mu = sum(p x_dot):
 With A = sum(y_bar), B = sum(y_dot_bar):
     x_dot_bar = y_dot_bar - p B
     x_bar     = y_bar - p (A + B y_dot)
-The greatest x is taken off first: an offset of x costs nothing. Only x is saved.
+The greatest x is taken off first: an offset of x costs nothing. The result is saved, as in eager; in
+16 bits x, since a rounded logarithm is no p.
 """
 
 from __future__ import annotations
@@ -27,20 +28,26 @@ def _tangent(p: Tensor, x_dot: Tensor) -> Tensor:
 class _LogSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
         wide = widen(x)
-        y = torch.log_softmax(wide[0], -1)
-        return torch.stack((y, _tangent(y.exp(), wide[1]))).to(x.dtype)
+        y = _of(wide)
+        ctx.save_for_backward(y if wide is x else x)
+        ctx.from_result = wide is x
+        return y.to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        wide, g = widen(x), widen(grad)
-        p = torch.softmax(wide[0], -1)
+        (saved,) = ctx.saved_tensors
+        y = saved if ctx.from_result else _of(widen(saved))
+        g, p = widen(grad), y[0].exp()
         sums = g.sum(-1, keepdim=True)
-        weight = torch.addcmul(sums[0], sums[1], _tangent(p, wide[1]))
-        return torch.stack((g[0] - p * weight, g[1] - p * sums[1])).to(x.dtype)
+        weight = torch.addcmul(sums[0], sums[1], y[1])
+        return torch.stack((g[0] - p * weight, g[1] - p * sums[1])).to(saved.dtype)
+
+
+def _of(x: Tensor) -> Tensor:
+    y = torch.log_softmax(x[0], -1)
+    return torch.stack((y, _tangent(y.exp(), x[1])))
 
 
 def log_softmax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

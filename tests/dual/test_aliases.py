@@ -176,6 +176,20 @@ def test_the_block_sees_the_memory_order_of_h(layout):
     assert set(seen[3:5]) == {(h.float().stride(), h.float().is_contiguous())}
 
 
+@pytest.mark.parametrize("shape", [(1, 3, 4), (2, 1, 4), (2, 3, 1), (1, 1, 1)], ids=str)
+def test_an_expanded_h_is_copied_where_eager_copies_it(shape):
+    def block(h):
+        flat, again = h.flatten(), h.contiguous()
+        flat *= 2.0
+        again += 1.0
+        return h.sin() + h.view(h.shape)
+
+    h, v = numbers(*shape).expand(2, 3, 4), numbers(2, 3, 4, seed=1)
+    out, jv = fused_jvp(block, h, v)
+    torch.testing.assert_close(out, block(h))
+    torch.testing.assert_close(jv, (h.cos() + 1) * v)
+
+
 def test_channels_last_is_kept():
     x = numbers(2, 3, 4, 5).to(memory_format=torch.channels_last)
     pair = Dual(torch.stack((numbers(2, 3, 4, 5), numbers(2, 3, 4, 5, seed=1))))
