@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from stars_fast.dual.held import held
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.run import dual_pass
 from stars_fast.graphs import GraphedBlock
@@ -160,7 +161,8 @@ def fused_jsrr(
             count in the norm. It is not handed to `block`.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row,
             each with its own v and its own norm. It is not handed to `block`.
-        power_steps: v <- J v / ||J v||, this many times; the last gives the loss.
+        power_steps: v <- J v / ||J v||, this many times; the last gives the loss. All are with one
+            J: of a block in training mode, with the dropout masks and buffers of one forward.
         through_power_steps: differentiate through the earlier power steps too.
         normalize: "sample" gives every sample (or document) its own unit v; "batch" one unit v over
             the whole tensor, as in the published code. Both have the same expected value where
@@ -210,6 +212,7 @@ def fused_jsrr(
             rows = rows.keep(chosen)
 
     stack = _seed(h, v, rows, normalize, generator)
+    block = block if power_steps == 1 else held(block)
     for _ in range(power_steps - 1):
         with torch.set_grad_enabled(torch.is_grad_enabled() and through_power_steps):
             jv = _pass(block, stack, args, kwargs)[1]

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from stars_fast import Dual
+from stars_fast.dual.scope import dual_scope
 from stars_fast.ops import reference
 
 # Relative error in the L2 norm. fp64: a few hundred roundings of 1e-16 in a block.
@@ -119,3 +121,31 @@ def attention_inputs(batch, heads, kv_heads, length, keys, width, value_width=No
         randn(2, batch, kv_heads, keys, width, seed=1),
         randn(2, batch, kv_heads, keys, value_width or width, seed=2),
     ]
+
+
+def assert_matches_differences(f, x, seed=0):
+    """`f` in a dual pass against differences of `f` itself: the value, the tangent, and the
+    gradient of both by x and by the tangent in a random direction. fp64, smooth around x."""
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    v, y = random(x.shape), f(x)
+    bar, direction, step = random((2, *y.shape)), random((2, *x.shape)), 1e-6
+
+    def dual(stack):
+        with dual_scope():
+            return f(Dual(stack)).stack
+
+    def along(stack):
+        return (dual(stack) * bar).sum()
+
+    stack = torch.stack((x, v)).requires_grad_()
+    out = dual(stack * 1.0)
+    (grad,) = torch.autograd.grad((out * bar).sum(), stack)
+    tangent = (f(x + step * v) - f(x - step * v)) / (2 * step)
+    assert relative_error(out[0], y) <= 1e-12
+    assert (out[1] - tangent).norm() <= 1e-7 * tangent.norm() + 1e-8
+    with torch.no_grad():
+        ends = along(stack + step * direction), along(stack - step * direction)
+    slope = (ends[0] - ends[1]) / (2 * step)
+    got = (grad * direction).sum()
+    assert (got - slope).abs() <= 1e-6 * slope.abs() + 1e-6, f"{got} for {slope}"

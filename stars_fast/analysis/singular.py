@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stars_fast.dual.held import held
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows
 
@@ -40,6 +41,9 @@ def singular_moments(
 ) -> SingularMoments:
     """Moments of the singular values of the block's Jacobian at each sample of `h`, no gradient.
 
+    A block in training mode is held still: all products are with the dropout masks and buffers of
+    one forward, and both are afterwards as after one.
+
     Args:
         block: any module or callable `h -> h'` that keeps the shape and treats the rows of the
             batch independently.
@@ -60,7 +64,7 @@ def singular_moments(
         raise TypeError("h: expected a floating-point tensor")
     if probes < 1:
         raise ValueError(f"probes: expected at least 1, got {probes!r}")
-    rows, kwargs = Rows.of(h, mask, None), kwargs or {}
+    rows, kwargs, block = Rows.of(h, mask, None), kwargs or {}, held(block)
     squares = torch.zeros_like(rows.sizes, dtype=torch.float64)
     fourths = torch.zeros_like(squares)
     for _ in range(probes):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.analysis.krylov import Radius, krylov_radius, unit
+from stars_fast.dual.held import held
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows, sample_of
 
@@ -35,6 +36,9 @@ def spectral_radius(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Largest eigenvalue modulus of the block's Jacobian at each sample of `h`, without gradient.
+
+    A block in training mode is held still: all products are with the dropout masks and buffers of
+    one forward, and both are afterwards as after one.
 
     Args:
         block: any module or callable `h -> h'` that keeps the shape and treats the rows of the
@@ -120,7 +124,9 @@ def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> Row
 def _jacobian(
     block: Callable[..., Any], h: Tensor, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
 ) -> Operator:
-    """The Jacobian of all samples at once, on their real tokens."""
+    """The Jacobian of all samples at once, on their real tokens; one for all products, also where
+    the block draws random numbers."""
+    block = held(block)
 
     def apply(v: Tensor) -> Tensor:
         jv = fused_jvp(block, h, v.to(h.dtype), args=args, kwargs=kwargs)[1].to(rows.dtype)
@@ -212,6 +218,7 @@ def _arnoldi(
     import numpy as np
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
+    block = held(block)
     sample, (args, kwargs) = sample_of(h, extra, index)
     keep = torch.ones_like(sample, dtype=torch.bool)
     if rows.valid is not None:
