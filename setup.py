@@ -1,7 +1,7 @@
 """Build entry: the package, and the compiled kernels of `csrc/`.
 
-`STARS_FAST_BUILD` says which kernels: `none`, `cpu`, or `cuda` (which includes cpu). Named ones that
-can't be built are an error. Without it the cpu ones are built where a trial file compiles and links
+`STARS_FAST_BUILD` says which kernels: `none`, `cpu`, or `cuda`, which includes cpu. It is an error
+if they can't be built. Without it the cpu ones are built where a trial file compiles and links
 against torch, and left out with a warning elsewhere. Kernels need torch at build time:
 `pip install --no-build-isolation .`; an isolated build is pure Python.
 """
@@ -58,8 +58,9 @@ def extension(target: str) -> Extension:
 def trial(target: str) -> str | None:
     """Build the trial file as the kernels are built; the first error, if there is one."""
     with tempfile.TemporaryDirectory() as folder:
+        where = ["--build-lib", folder, "--build-temp", folder]
         done = subprocess.run(
-            [sys.executable, "setup.py", "build_ext", "--build-lib", folder, "--build-temp", folder],
+            [sys.executable, "setup.py", "build_ext", *where],
             env={**os.environ, "STARS_FAST_BUILD": target, "STARS_FAST_TRIAL": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -69,7 +70,7 @@ def trial(target: str) -> str | None:
     if done.returncode == 0:
         return None
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
-    errors = [line for line in lines if re.search(r"\berror:|cannot find|undefined ref", line)]
+    errors = [line for line in lines if re.search(r"\berror:|(cannot|not) f(i|ou)nd", line)]
     return (errors or lines[-1:] or [f"exit code {done.returncode}"])[0]
 
 
