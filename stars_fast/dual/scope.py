@@ -27,10 +27,15 @@ _PASS_THROUGH = {
 # Functions that only keep their inputs for later.
 _KEEPERS = {"torch.utils.checkpoint._NoopSaveInputs"}
 
-_plain_apply = torch.autograd.Function.__dict__["apply"].__func__
+# A classmethod in Python, since torch 2.14 one in C: both bind by `__get__`.
+_unbound_apply = torch.autograd.Function.__dict__["apply"]
 _lock = threading.Lock()
 _depth = 0
 _stance: Any = None
+
+
+def _plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return _unbound_apply.__get__(None, cls)(*args, **kwargs)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -84,4 +89,4 @@ def dual_scope() -> Iterator[None]:
             _depth -= 1
             if _depth == 0:
                 _stance.__exit__(None, None, None)
-                torch.autograd.Function.apply = classmethod(_plain_apply)  # type: ignore[method-assign,assignment]
+                torch.autograd.Function.apply = _unbound_apply  # type: ignore[method-assign,assignment]

@@ -3,6 +3,7 @@
 from importlib import import_module
 from types import ModuleType
 
+from stars_fast.quiet import quiet_import
 from stars_fast.training.tree import ConfigError
 
 _NAMES = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
@@ -14,7 +15,8 @@ _EXTRAS = {"transformers": "ouro", "datasets": "ouro", "lm_eval": "eval", "torch
 def need(module: str, purpose: str) -> ModuleType:
     """The module, or a ConfigError that says what needs it and how to install it."""
     try:
-        return import_module(module)
+        with quiet_import():
+            return import_module(module)
     except ImportError as error:
         top = module.partition(".")[0]
         package = _NAMES.get(top, top)

@@ -4,13 +4,16 @@ Importing this package registers the model with `AutoConfig`, `AutoModel` and
 `AutoModelForCausalLM`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from stars_fast.quiet import quiet_import
 
-from stars_fast.models.ouro.cache import OuroCache
-from stars_fast.models.ouro.causal_lm import OuroForCausalLM
-from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.exits import count_turns
-from stars_fast.models.ouro.model import OuroModel
+with quiet_import():
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    from stars_fast.models.ouro.cache import OuroCache
+    from stars_fast.models.ouro.causal_lm import OuroForCausalLM
+    from stars_fast.models.ouro.config import OuroConfig
+    from stars_fast.models.ouro.exits import count_turns
+    from stars_fast.models.ouro.model import OuroModel
 
 __all__ = ["OuroCache", "OuroConfig", "OuroForCausalLM", "OuroModel", "count_turns"]
 

@@ -1,0 +1,4 @@
+// As trial.cpp: the headers of csrc/cuda/ops.cpp.
+#include <torch/csrc/stable/accelerator.h>
+
+#include "../../cuda/launch.h"
