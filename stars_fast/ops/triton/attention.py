@@ -77,8 +77,8 @@ def _forward_tile(
     kept = total * old
     added = tl.sum(e, 1)
     total = kept + added
-    # Relative to the mean so far, unless a heavier key has just come: what lies between a weightless
-    # mean and a far S_dot would be rounded.
+    # Relative to the mean so far, unless heavier keys have just come: the distance between a mean
+    # without weight and a far S_dot would be rounded.
     base = tl.where(kept < added, 0.0, mu)
     s_dot -= base[:, None]
     moment = tl.sum(e * s_dot, 1)

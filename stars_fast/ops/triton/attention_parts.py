@@ -117,8 +117,8 @@ VARYING = [
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
-    """q times a sign, the sign, and a scale above 0 with which that gives the same logits: only then
-    is the largest product the largest logit."""
+    """q times a sign, the sign, and a scale above 0 that give the same logits: with such a scale
+    the largest product is the largest logit."""
     if scale > 0:
         return q, 1, scale
     sign = -1 if scale < 0 else 0

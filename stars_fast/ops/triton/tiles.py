@@ -77,8 +77,8 @@ _32_BITS = {
     ("queries", 128): Tile(16, 16, 4, 1),
     ("queries", 256): Tile(16, 16, 8, 1),
 }
-# Several tiles of unequal sizes in a short sequence, and so small that NumPy adds up every product of
-# two rows in one order, as a GPU does whatever the tile.
+# Several tiles of unequal sizes in a short sequence, and so small that NumPy adds up every product
+# of two rows in one order, as a GPU does whatever the tile.
 _INTERPRETED = {
     (kernel, width): Tile(*sizes, 4, 1, 2 if (kernel, width) == ("forward", 128) else 1)
     for kernel, sizes, widths in (
