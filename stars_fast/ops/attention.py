@@ -40,8 +40,8 @@ def _attention_shapes(
 ) -> tuple[Tensor, Tensor, Tensor]:
     two, batch, heads, length, width = q.shape
     out = q.new_empty(two, batch, length, heads, width).transpose(2, 3)
-    lse = q.new_empty(batch, heads, length, dtype=torch.float32)
-    return out, lse, torch.empty_like(lse)
+    mu = q.new_empty(batch, heads, length, dtype=torch.float32)
+    return out, mu.new_empty(2, *mu.shape), mu
 
 
 @shapes("attention_backward")

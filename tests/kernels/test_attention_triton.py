@@ -211,10 +211,102 @@ def test_rows_that_see_nothing_give_zero():
     out, lse, mu = attention(q, k, v, *setting)
     empty = slice(20, 30)
     assert (out[:, :, :, empty] == 0).all()
-    assert (lse[:, :, empty] == -torch.inf).all()
+    assert (lse[:, :, :, empty] == -torch.inf).all()
     assert (mu[:, :, empty] == 0).all()
     for grad in attention_backward(randn(*q.shape), q, k, v, out, lse, mu, *setting):
         assert (grad[:, :, :, empty] == 0).all()
+
+
+def eager_results(q, k, v, mask, causal, scale, bar):
+    """O, O_dot and the gradients of q, k and v in their own dtype."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    pair = torch.func.jvp(
+        lambda *x: reference.attention(*x, mask, causal, scale),
+        tuple(x[0] for x in leaves),
+        tuple(x[1] for x in leaves),
+    )
+    grads = torch.autograd.grad(pair, leaves, tuple(bar))
+    return [*pair, *(half for grad in grads for half in grad)]
+
+
+def far(q, k, v, name, factor=300):
+    """Inputs whose logits, or tangents of logits, are far apart or far from 0; and spans."""
+    spans = None
+    if name.startswith("logits"):
+        factor = float(name.split()[1])
+        q, k = factor * q, factor * k
+    elif name == "primal":
+        q[0] *= factor
+        k[0] *= factor
+    elif name == "offset":
+        k[1] += factor * randn(k.shape[-1], seed=5, dtype=k.dtype)
+    elif name == "one key":  # in the middle: the keys before it lose their weight
+        k[:, :, :, 40] *= factor
+    elif name == "equal keys":
+        q, k = factor * q, factor * k[:, :, :, :1].expand_as(k)
+    elif name == "two keys":  # of half the weight each, tangents of opposite sign
+        k *= 0.1
+        k[:, :, :, 60] = factor * k[:, :, :, 7]
+        k[:, :, :, 7] = k[:, :, :, 60]
+        k[1, :, :, 60] *= -1
+    else:
+        q, k = factor * q, factor * k
+        spans = padded(80, (33, 80)) if name == "padded" else packed(33, -3, 44)
+    return q, k, v, spans
+
+
+FAR = [
+    "logits 10", "logits 100", "logits 1000", "primal", "offset", "one key", "two keys",
+    "equal keys", "padded", "packed",
+]  # fmt: skip
+FAR_16 = ["logits 5", "primal", "offset", "one key", "two keys", "padded"]
+OUTPUTS = "o o_dot q_bar q_dot_bar k_bar k_dot_bar v_bar v_dot_bar".split()
+
+
+@pytest.mark.parametrize(
+    ("width", "causal", "scale"),
+    [(64, True, None), (128, False, None), (64, True, -0.125)],
+    ids=["D64-causal", "D128", "negative"],
+)
+@pytest.mark.parametrize("name", FAR)
+def test_far_logits_err_no_more_than_eager(name, width, causal, scale):
+    check_against_eager(*far(*inputs(1, 1, 1, 80, 80, width), name), causal, scale)
+
+
+@pytest.mark.parametrize("name", FAR_16)
+def test_far_logits_err_no_more_than_eager_in_16_bits(name):
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    q, k, v, spans = far(*inputs(1, 1, 1, 80, 80, 64, dtype), name, 30)
+    check_against_eager(q, k, v, spans, True, 0.02)
+
+
+def check_against_eager(q, k, v, spans, causal, scale):
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    causal = causal and spans is None
+    spans = None if spans is None else spans.to(DEVICE)
+    mask = None if spans is None else mask_of(spans, k.shape[3])
+    key_spans = None if spans is None else key_spans_of(spans, k.shape[3])
+    bar = randn(*q.shape, seed=9, dtype=q.dtype)
+    exact, (grads,) = expected_results(q, k, v, mask, causal, scale, [bar])
+    exact = [*exact, *(half for grad in grads for half in grad)]
+    eager = eager_results(q, k, v, mask, causal, scale, bar)
+    out, lse, mu = attention(q, k, v, spans, key_spans, causal, scale)
+    mine = attention_backward(bar, q, k, v, out, lse, mu, spans, key_spans, causal, scale)
+    mine = [*out, *(half for grad in mine for half in grad)]
+    for name, got, plain, truth in zip(OUTPUTS, mine, eager, exact, strict=True):
+        found, allowed = error(got, truth), error(plain, truth)
+        assert found <= max(3 * allowed, TOLERANCE[q.dtype]), f"{name}: {found}, eager {allowed}"
+
+
+def test_a_scale_of_zero_weighs_all_keys_alike():
+    q, k, v = inputs(1, 1, 1, 40, 40, 16)
+    out, lse, mu = attention(q, k, v, None, None, True, 0.0)
+    count = torch.arange(1, 41, device=DEVICE)[:, None]
+    assert error(out, v.double().cumsum(3) / count) <= TOLERANCE[torch.float32]
+    bar = randn(*q.shape, seed=9)
+    q_bar, k_bar, _ = attention_backward(bar, q, k, v, out, lse, mu, None, None, True, 0.0)
+    assert (q_bar == 0).all()
+    assert (k_bar == 0).all()
 
 
 def test_large_logits_stay_finite():
@@ -269,6 +361,26 @@ def test_addresses_beyond_32_bits(monkeypatch):
         for i, x in enumerate(inputs(1, 1, 1, 33, 33, 16, torch.float16))
     )
     check(q, k, v, causal=True)
+
+
+def test_any_number_of_batches_and_heads(monkeypatch):
+    """A grid has 2^31 - 1 places on its first axis, 65,535 on the others."""
+    if DEVICE == "cuda":
+        return check(*inputs(70_000, 1, 1, 2, 2, 16), causal=True)
+    from triton.runtime.interpreter import InterpretedFunction
+
+    grids = []
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *args, grid, **kwargs: grids.append(grid)
+    )
+    for batch, heads in ((70_000, 1), (1, 70_000), (300, 300)):
+        for width in (1, 65):  # backward in one kernel, in two
+            x = torch.zeros(2, batch, heads, 1, width, device=DEVICE)
+            _, lse, mu = attention(x, x, x, None, None, True, 1.0)
+            attention_backward(x, x, x, x, x, lse, mu, None, None, True, 1.0)
+        assert all(grid[0] >= batch * heads for grid in grids[-9:])
+    assert len(grids) == 3 * (4 + 5)
+    assert all(len(grid) == 1 and grid[0] < 2**31 for grid in grids)
 
 
 def test_no_queries_and_no_keys():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled import ARCHITECTURES, SHARED_LIMIT, compiled
+from compiled import ARCHITECTURES, SHARED_LIMIT, compiled, variants
 
 ROWS = 4096
 CASES = {}
@@ -52,6 +52,49 @@ def gateds(width):
         g, u = empty(2, ROWS, 2 * width).chunk(2, -1)
         gated(g, u, "silu", True)
         gated_backward(empty(2, ROWS, width), g, u, "silu", True)
+
+    return launch
+
+
+# From one to several turns, multiples of 16 bytes and others.
+LENGTHS = [*range(1, 70), 100, 127, 128, 129, *range(1000, 1040), 8192, 8193, 20000, 70001, 100000]
+
+
+def attention_scores():
+    """Of square matrices of every length, as in attention without a fused kernel."""
+    from stars_fast.ops.triton.softmax import softmax, softmax_backward
+
+    for length in LENGTHS:
+        x = empty(2, 3, length, length)
+        softmax(x, True)
+        softmax_backward(x, x, True)
+
+
+def sequences(width):
+    """Everything else, of sequences of every length."""
+
+    def launch():
+        from stars_fast.ops.triton.elementwise import gated, gated_backward, pointwise
+        from stars_fast.ops.triton.norm import norm, norm_backward
+        from stars_fast.ops.triton.rotary import rotary
+        from stars_fast.ops.triton.sandwich import sandwich, sandwich_backward
+        from stars_fast.ops.triton.seed import row_squares, seed_stack
+
+        weight, seed = empty(width), empty(1, dtype=torch.int64)
+        for length in LENGTHS:
+            x = empty(2, 3, length, width)
+            norm(x, weight, None, 1e-6, False, True)
+            norm_backward(x, x, weight, 1e-6, False, True, True, False)
+            sandwich(x, x, weight, weight, 1e-6, 1e-6, True)
+            sandwich_backward(x, x, x, x, weight, weight, 1e-6, 1e-6, True)
+            pointwise(x, "silu", True)
+            gated(*empty(2, 3, length, 2 * width).chunk(2, -1), "silu", True)
+            gated_backward(x, x, x, "silu", True)
+            rotary(
+                empty(2, 3, length, 4, width).transpose(2, 3), *empty(2, 1, length, width), False
+            )
+            seed_stack(x[0], seed, empty(3, length))
+            row_squares(x[0])
 
     return launch
 
@@ -119,6 +162,10 @@ CASES |= {
     "softmax-D100000": softmaxes(100000),
     "pointwise-tanh": pointwises("tanh"),
     "pointwise-sin": pointwises("sin"),
+    # Only counted.
+    "lengths-scores": attention_scores,
+    "lengths-512": sequences(512),
+    "lengths-40": sequences(40),
 }
 
 
@@ -154,3 +201,17 @@ def test_each_stream_is_read_once_in_16_bytes_a_thread(kernels):
         counts = [k["ldg.e.128"] for k in kernels if (k["case"], k["kernel"]) == (case, kernel)]
         assert len(counts) == len(ARCHITECTURES)
         assert all(least <= count <= most for count in counts), (case, kernel, counts)
+
+
+def test_lengths_share_the_compiled_kernels_of_a_power_of_two():
+    # 32, 64, ..., 8192 and wider, each with and without 16-byte steps, and for wide rows once more
+    # for distances of more than 32 bits.
+    counts = variants("test_rows_compiled", "lengths-scores")
+    assert set(counts) == {"_forward", "_backward"}
+    assert max(counts.values()) <= 2 * 10 + 2
+
+
+def test_lengths_of_sequences_do_not_multiply_the_kernels():
+    assert max(variants("test_rows_compiled", "lengths-512").values()) <= 2
+    # Elementwise tiles of 128 to 1,024 elements, each for multiples of 16 and others.
+    assert max(variants("test_rows_compiled", "lengths-40").values()) <= 2 * 4

@@ -173,6 +173,12 @@ def test_norm_of_rows_in_several_turns(monkeypatch):
     check_norm(3 + randn(2, 3, 150), randn(150), randn(150, seed=1), True)
 
 
+@pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
+@pytest.mark.parametrize(("rows", "width"), [(70_000, 16), (2, 70_000)])
+def test_norm_of_many_and_of_wide_rows(rows, width, centre):
+    check_norm(randn(2, rows, width), randn(width), None, centre)
+
+
 def test_norm_with_a_wider_weight():
     check_norm(randn(2, 5, 33, dtype=torch.float16), randn(33), None, False)
 
@@ -271,6 +277,11 @@ def test_softmax(shape, dtype):
 def test_softmax_of_rows_in_several_turns(monkeypatch):
     monkeypatch.setattr(softmax, "LIMIT", 64)
     check_softmax(randn(2, 3, 150))
+
+
+@pytest.mark.parametrize("rows", [70_000, 1])
+def test_softmax_of_many_and_of_wide_rows(rows):
+    check_softmax(randn(2, rows, 3 if rows > 1 else 70_000))
 
 
 def test_softmax_of_strided_rows_and_large_logits():

@@ -2,10 +2,15 @@
 
 A program holds a block of queries and goes through its keys tile by tile, with the usual running
 maximum m and sum l of e = exp(S - m), and beside the sum of e V those of the tangent:
-    O = sum e V / l        mu = sum e S_dot / l        O_dot = sum e (S_dot V + V_dot) / l - mu O
-The last difference cancels where S_dot has a mean over the keys much larger than its spread, and e
-S_dot is rounded to 16 bits before its product with V. So S_dot is taken relative to its value at
-the row's first key, which changes nothing but the rounding. 6 matmuls a tile.
+    O = sum e V / l        mu = sum e S_dot / l        O_dot = sum e ((S_dot - mu) V + V_dot) / l
+mu is a running mean: where a tile moves it by delta, what is summed of e (S_dot - mu) V moves by
+-delta sum e V. So nothing of the size of mu cancels, however far S_dot is from 0 or however large
+it is at the one key that a row attends to, and what is rounded to 16 bits is small. 6 matmuls a
+tile.
+
+S and S_dot stay products, without the scale, in every statistic: then S - m is exactly 0 at the
+largest S, and S_dot - mu at the only key with a weight. Times the scale first, that zero would be
+the rounding of a number as large as S.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ from stars_fast.ops.triton.attention_parts import (
     constants,
     key_tiles,
     load_tile,
+    place,
     plane,
+    positive_scale,
     rows_contiguous,
     span,
     spans_and_stride,
@@ -49,10 +56,10 @@ def _forward_tile(
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The keys `rows` (those that exist are below `keys`) taken into the state: m, l, the sum of e
-    S_dot, and by slab of columns those of O and O_dot."""
-    m, total, mu, sums = state
-    q, q_dot, shift, lo, hi = held
+    """The keys `rows` (those that exist are below `keys`) taken into the state: m, l, mu, the sum
+    of e (S_dot - mu) that rounding left, and by slab of columns those of O and O_dot."""
+    m, total, mu, left, sums = state
+    q, q_dot, lo, hi = held
     k, k_half, k_row = k
     v, v_half, v_row = v
     columns = tl.arange(0, WIDTH)
@@ -61,30 +68,43 @@ def _forward_tile(
     s_dot = tl.dot(q_dot, tile, input_precision=PRECISION)
     tile = tl.trans(load_tile(k + k_half, rows, k_row, columns, keys, D, MASKED))
     s_dot = tl.dot(q, tile, s_dot, input_precision=PRECISION)
-    s = s * (scale * LOG2E)
     if MASKED:
         visible = visible_keys(rows[None, :], lo[:, None], hi[:, None], MODE)
         s = tl.where(visible, s, -float("inf"))
     top = tl.maximum(m, tl.max(s, 1))
-    e = tl.exp2(s - top[:, None])
-    w = e * (s_dot * scale - shift[:, None])
-    old = tl.exp2(m - top)
-    total = total * old + tl.sum(e, 1)
-    mu = mu * old + tl.sum(w, 1)
+    e = tl.exp2((s - top[:, None]) * (scale * LOG2E))
+    old = tl.exp2((m - top) * (scale * LOG2E))
+    kept = total * old
+    added = tl.sum(e, 1)
+    total = kept + added
+    # Relative to the mean so far, unless heavier keys have just come: the distance between a mean
+    # without weight and a far S_dot would be rounded.
+    base = tl.where(kept < added, 0.0, mu)
+    s_dot -= base[:, None]
+    moment = tl.sum(e * s_dot, 1)
+    # Where a row has seen a key, e is 1 at its largest S.
+    mean = base + (kept * (mu - base) + moment) / tl.maximum(total, 1.0)
+    delta = mean - mu
+    step = mean - base
+    left = left * old - kept * delta + (moment - added * step)
+    delta *= scale
+    step *= scale
+    w = (e * (s_dot * scale - step[:, None])).to(q.dtype)
     e = e.to(q.dtype)
-    w = w.to(q.dtype)
     SLAB: tl.constexpr = WIDTH // SLABS
     new = ()
     for slab in tl.static_range(SLABS):
         columns = tl.arange(0, SLAB) + slab * SLAB
         out, out_dot = sums[slab]
+        out *= old[:, None]
+        out_dot = out_dot * old[:, None] - out * delta[:, None]
         tile = load_tile(v, rows, v_row, columns, keys, D, MASKED)
-        out = tl.dot(e, tile, out * old[:, None], input_precision=PRECISION)
-        out_dot = tl.dot(w, tile, out_dot * old[:, None], input_precision=PRECISION)
+        out = tl.dot(e, tile, out, input_precision=PRECISION)
+        out_dot = tl.dot(w, tile, out_dot, input_precision=PRECISION)
         tile = load_tile(v + v_half, rows, v_row, columns, keys, D, MASKED)
         out_dot = tl.dot(e, tile, out_dot, input_precision=PRECISION)
         new += ((out, out_dot),)
-    return top, total, mu, new
+    return top, total, mean, left, new
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -109,6 +129,8 @@ def _forward(
     v_batch,
     v_head,
     v_row,
+    batches,
+    heads,
     length,
     keys,
     scale,
@@ -122,10 +144,9 @@ def _forward(
     SLABS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
-    block = tl.program_id(0)
+    block, head, batch = place(heads, batches)
     if MODE == CAUSAL:  # the longest first
-        block = tl.num_programs(0) - 1 - block
+        block = tl.cdiv(length, HELD) - 1 - block
     q = plane(q, batch, head, q_batch, q_head, UNIT)
     k = plane(k, batch, head // GROUP, k_batch, k_head, UNIT)
     v = plane(v, batch, head // GROUP, v_batch, v_head, UNIT)
@@ -139,20 +160,14 @@ def _forward(
     q += q_half.to(tl.int64) * UNIT
     q_dot = load_tile(q, rows, q_row * UNIT, columns, length, D, True)
 
-    # S_dot at the first key of each row.
-    tile = load_tile(k[0], lo, k[2], columns, keys, D, True).to(tl.float32)
-    shift = tl.sum(q_dot.to(tl.float32) * tile, 1)
-    tile = load_tile(k[0] + k[1], lo, k[2], columns, keys, D, True).to(tl.float32)
-    shift = (shift + tl.sum(q_tile.to(tl.float32) * tile, 1)) * scale
-
     sums = ()
     for _ in tl.static_range(SLABS):
         zeros = tl.zeros((HELD, WIDTH // SLABS), tl.float32)
         sums += ((zeros, zeros),)
     zeros = tl.zeros((HELD,), tl.float32)
-    # -1e30 and not -inf: a row may see nothing of the first tiles.
-    state = zeros - 1e30, zeros, zeros, sums
-    held = q_tile, q_dot, shift, lo, hi
+    # Not -inf: a row may see nothing of the first tiles.
+    state = zeros - 3e38, zeros, zeros, zeros, sums
+    held = q_tile, q_dot, lo, hi
     start, before, whole, masked = key_tiles(lo, hi, MODE, STREAMED)
     start += tl.arange(0, STREAMED)
     for t in range(before, before + whole):
@@ -165,24 +180,26 @@ def _forward(
         state = _forward_tile(
             state, held, k, v, tile_rows, keys, scale, D, WIDTH, MODE, SLABS, PRECISION, True
         )
-    m, total, shifted_mu, sums = state
+    m, total, mean, left, sums = state
 
     empty = total == 0
     total = tl.where(empty, 1.0, total)
-    shifted_mu = shifted_mu / total
+    left = left / total
     inside = rows < length
     statistics = (batch.to(tl.int64) * heads + head) * length + rows
-    log_sum = (m + tl.log2(total)) / LOG2E
-    tl.store(lse + statistics, tl.where(empty, -float("inf"), log_sum), inside)
-    tl.store(mu + statistics, tl.where(empty, 0.0, shifted_mu + shift), inside)
+    lse_half = batches.to(tl.int64) * heads * length
+    tl.store(lse + statistics, tl.where(empty, -float("inf"), m), inside)
+    tl.store(lse + lse_half + statistics, tl.where(empty, -float("inf"), tl.log2(total)), inside)
+    tl.store(mu + statistics, mean + left, inside)
+    left *= scale
 
     SLAB: tl.constexpr = WIDTH // SLABS
     for slab in tl.static_range(SLABS):
         columns = tl.arange(0, SLAB) + slab * SLAB
         o, o_dot = sums[slab]
         o = o / total[:, None]
-        o_dot = o_dot / total[:, None] - shifted_mu[:, None] * o
-        store_pair(out, o, o_dot, batch, head, rows, columns, length, D)
+        o_dot = o_dot / total[:, None] - left[:, None] * o
+        store_pair(out, o, o_dot, batch, head, batches, heads, rows, columns, length, D)
 
 
 def attention(
@@ -205,19 +222,22 @@ def attention(
         scale: of the logits.
 
     Returns:
-        out [2, B, H, Sq, D] in q's dtype and the memory order [2, B, Sq, H, D]; lse and mu
-        [B, H, Sq] fp32: log of the sum of exp(S), and the mean of S_dot. A row that sees no key
+        out [2, B, H, Sq, D] in q's dtype and the memory order [2, B, Sq, H, D]; in fp32 lse
+        [2, B, H, Sq], the largest product q k of a row and log2 of the sum of exp(S) over that of
+        the largest, and mu [B, H, Sq], the mean of S_dot before the scale. A row that sees no key
         has out 0, lse -inf, mu 0.
     """
+    q, _, scale = positive_scale(q, scale)
     q, k, v = rows_contiguous(q, k, v)
     _, batch, heads, length, width = q.shape
     out = q.new_empty(2, batch, length, heads, width).transpose(2, 3)
-    lse, mu = (q.new_empty(batch, heads, length, dtype=torch.float32) for _ in range(2))
-    if lse.numel() == 0:
+    lse = q.new_empty(2, batch, heads, length, dtype=torch.float32)
+    mu = q.new_empty(batch, heads, length, dtype=torch.float32)
+    if mu.numel() == 0:
         return out, lse, mu
     tile = pick("forward", q)
     unit, steps = strides(q, k, v)
-    _forward[triton.cdiv(length, tile.held), heads, batch](
+    _forward[(triton.cdiv(length, tile.held) * batch * heads,)](
         q,
         k,
         v,
@@ -226,6 +246,8 @@ def attention(
         mu,
         *spans_and_stride(spans),
         *steps,
+        batch,
+        heads,
         length,
         k.shape[3],
         scale,

@@ -26,7 +26,9 @@ from stars_fast.ops.triton.attention_parts import (
     constants,
     key_tiles,
     load_tile,
+    place,
     plane,
+    positive_scale,
     rows_contiguous,
     span,
     spans_and_stride,
@@ -36,7 +38,7 @@ from stars_fast.ops.triton.attention_parts import (
 )
 from stars_fast.ops.triton.tiles import JOINT_WIDTH, Tile, pick
 
-ROWS = 32  # of a program of _row_sums
+ROWS = 16  # of a program of _row_sums; more of the widest heads spill
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -52,30 +54,38 @@ def _row_sums(
     out_batch,
     out_head,
     out_row,
+    batches,
+    heads,
     length,
     D: tl.constexpr,
     UNIT: tl.constexpr,
     WIDTH: tl.constexpr,
     HELD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """D and D_dot, sums [2, B, H, Sq]."""
-    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
-    rows = tl.program_id(0) * HELD + tl.arange(0, HELD)
+    """D and D_dot, sums [2, B, H, Sq], as the diagonals of products: where O is the value of one
+    key, D is the very sum that E is taken from, and E exactly 0."""
+    block, head, batch = place(heads, batches)
+    rows = block * HELD + tl.arange(0, HELD)
     columns = tl.arange(0, WIDTH)
     grad = plane(grad, batch, head, grad_batch, grad_head, UNIT)
     out = plane(out, batch, head, out_batch, out_head, UNIT)
     grad_row *= UNIT
     out_row *= UNIT
-    g = load_tile(grad, rows, grad_row, columns, length, D, True).to(tl.float32)
-    o = load_tile(out, rows, out_row, columns, length, D, True).to(tl.float32)
+    g = load_tile(grad, rows, grad_row, columns, length, D, True)
+    o = tl.trans(load_tile(out, rows, out_row, columns, length, D, True))
     grad += grad_half.to(tl.int64) * UNIT
     out += out_half.to(tl.int64) * UNIT
-    b = load_tile(grad, rows, grad_row, columns, length, D, True).to(tl.float32)
-    o_dot = load_tile(out, rows, out_row, columns, length, D, True).to(tl.float32)
+    b = load_tile(grad, rows, grad_row, columns, length, D, True)
+    o_dot = tl.trans(load_tile(out, rows, out_row, columns, length, D, True))
+    d = tl.dot(b, o, input_precision=PRECISION)
+    d_dot = tl.dot(g, o, input_precision=PRECISION)
+    d_dot = tl.dot(b, o_dot, d_dot, input_precision=PRECISION)
+    own = tl.arange(0, HELD)[:, None] == tl.arange(0, HELD)[None, :]
     sums += (batch.to(tl.int64) * heads + head) * length + rows
-    half = tl.num_programs(2).to(tl.int64) * heads * length
-    tl.store(sums, tl.sum(b * o, 1), rows < length)
-    tl.store(sums + half, tl.sum(g * o + b * o_dot, 1), rows < length)
+    half = batches.to(tl.int64) * heads * length
+    tl.store(sums, tl.sum(tl.where(own, d, 0.0), 1), rows < length)
+    tl.store(sums + half, tl.sum(tl.where(own, d_dot, 0.0), 1), rows < length)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -109,6 +119,8 @@ def _backward_keys(
     grad_batch,
     grad_head,
     grad_row,
+    batches,
+    heads,
     length,
     keys,
     scale,
@@ -124,8 +136,8 @@ def _backward_keys(
     WIDTH: tl.constexpr,
 ):
     """Gradients of a block of keys, of values, or both; all tiles are keys x queries."""
-    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
-    rows = tl.program_id(0) * HELD + tl.arange(0, HELD)
+    block, head, batch = place(heads, batches)
+    rows = block * HELD + tl.arange(0, HELD)
     columns = tl.arange(0, WIDTH)
     k = plane(k, batch, head, k_batch, k_head, UNIT)
     k_tile = load_tile(k, rows, k_row * UNIT, columns, keys, D, True)
@@ -145,14 +157,14 @@ def _backward_keys(
     first = 0
     last = length
     if MODE == CAUSAL:
-        first = tl.program_id(0) * HELD
+        first = block * HELD
     if MODE == SPANS:
         seen_from, seen_to = span((key_spans, key_span_batch), batch, rows, keys, length, MODE)
         first = tl.min(seen_from, 0)
         last = tl.max(seen_to, 0)
     q_half = q_half.to(tl.int64) * UNIT
     grad_half = grad_half.to(tl.int64) * UNIT
-    sums_half = tl.num_programs(2).to(tl.int64) * heads * GROUP * length
+    sums_half = batches.to(tl.int64) * heads * GROUP * length
     for member in range(GROUP):
         query_head = head * GROUP + member
         q_plane = plane(q, batch, query_head, q_batch, q_head, UNIT)
@@ -167,13 +179,14 @@ def _backward_keys(
             s = tl.dot(k_tile, tl.trans(tile), input_precision=PRECISION)
             s_dot = tl.dot(k_dot, tl.trans(tile), input_precision=PRECISION)
             s_dot = tl.dot(k_tile, tl.trans(tile_dot), s_dot, input_precision=PRECISION)
-            lse_row = tl.load(lse + statistics + queries, inside, 0.0)
+            top = tl.load(lse + statistics + queries, inside, 0.0)
+            log_sum = tl.load(lse + sums_half + statistics + queries, inside, 0.0)
             mu_row = tl.load(mu + statistics + queries, inside, 0.0)
-            p = tl.exp2(s * (scale * LOG2E) - lse_row[None, :] * LOG2E)
+            p = tl.exp2((s - top[None, :]) * (scale * LOG2E) - log_sum[None, :])
             if MODE != FULL:
                 lo, hi = span((spans, span_batch), batch, queries, length, keys, MODE)
                 p = tl.where(visible_keys(rows[:, None], lo[None, :], hi[None, :], MODE), p, 0.0)
-            p_dot = p * (s_dot * scale - mu_row[None, :])
+            p_dot = p * ((s_dot - mu_row[None, :]) * scale)
             g = load_tile(grad_plane, queries, grad_row * UNIT, columns, length, D, True)
             b = load_tile(
                 grad_plane + grad_half, queries, grad_row * UNIT, columns, length, D, True
@@ -197,9 +210,15 @@ def _backward_keys(
                 k_bar = tl.dot(s_bar.to(q.dtype.element_ty), tile, k_bar, input_precision=PRECISION)
 
     if DO_K:
-        store_pair(k_grad, k_bar * scale, k_dot_bar * scale, batch, head, rows, columns, keys, D)
+        k_bar *= scale
+        k_dot_bar *= scale
+        store_pair(
+            k_grad, k_bar, k_dot_bar, batch, head, batches, heads, rows, columns, keys, D
+        )  # fmt: skip
     if DO_V:
-        store_pair(v_grad, v_bar, v_dot_bar, batch, head, rows, columns, keys, D)
+        store_pair(
+            v_grad, v_bar, v_dot_bar, batch, head, batches, heads, rows, columns, keys, D
+        )  # fmt: skip
 
 
 @triton.jit
@@ -219,7 +238,7 @@ def _queries_tile(
 ):
     """Adds what the keys `rows` give to q_bar and q_dot_bar."""
     q_bar, q_dot_bar = state
-    q, q_dot, g, b, lse, mu, d, d_dot, lo, hi = held
+    q, q_dot, g, b, top, log_sum, mu, d, d_dot, lo, hi = held
     k, k_half, k_row = k
     v, v_half, v_row = v
     columns = tl.arange(0, WIDTH)
@@ -228,10 +247,10 @@ def _queries_tile(
     s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
     s_dot = tl.dot(q_dot, tl.trans(k_tile), input_precision=PRECISION)
     s_dot = tl.dot(q, tl.trans(k_dot), s_dot, input_precision=PRECISION)
-    p = tl.exp2(s * (scale * LOG2E) - lse[:, None] * LOG2E)
+    p = tl.exp2((s - top[:, None]) * (scale * LOG2E) - log_sum[:, None])
     if MASKED:
         p = tl.where(visible_keys(rows[None, :], lo[:, None], hi[:, None], MODE), p, 0.0)
-    p_dot = p * (s_dot * scale - mu[:, None])
+    p_dot = p * ((s_dot - mu[:, None]) * scale)
     tile = tl.trans(load_tile(v, rows, v_row, columns, keys, D, MASKED))
     e = tl.dot(b, tile, input_precision=PRECISION) - d[:, None]
     e_dot = tl.dot(g, tile, input_precision=PRECISION)
@@ -273,6 +292,8 @@ def _backward_queries(
     grad_batch,
     grad_head,
     grad_row,
+    batches,
+    heads,
     length,
     keys,
     scale,
@@ -286,10 +307,9 @@ def _backward_queries(
     WIDTH: tl.constexpr,
 ):
     """Gradients of a block of queries."""
-    head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
-    block = tl.program_id(0)
+    block, head, batch = place(heads, batches)
     if MODE == CAUSAL:  # the longest first
-        block = tl.num_programs(0) - 1 - block
+        block = tl.cdiv(length, HELD) - 1 - block
     rows = block * HELD + tl.arange(0, HELD)
     columns = tl.arange(0, WIDTH)
     inside = rows < length
@@ -302,8 +322,9 @@ def _backward_queries(
     grad += grad_half.to(tl.int64) * UNIT
     b = load_tile(grad, rows, grad_row * UNIT, columns, length, D, True)
     statistics = (batch.to(tl.int64) * heads + head) * length + rows
-    sums_half = tl.num_programs(2).to(tl.int64) * heads * length
-    lse_rows = tl.load(lse + statistics, inside, 0.0)
+    sums_half = batches.to(tl.int64) * heads * length
+    top = tl.load(lse + statistics, inside, 0.0)
+    log_sum = tl.load(lse + sums_half + statistics, inside, 0.0)
     mu_rows = tl.load(mu + statistics, inside, 0.0)
     d = tl.load(sums + statistics, inside, 0.0)
     d_dot = tl.load(sums + sums_half + statistics, inside, 0.0)
@@ -315,7 +336,7 @@ def _backward_queries(
 
     zeros = tl.zeros((HELD, WIDTH), tl.float32)
     state = zeros, zeros
-    held = q_tile, q_dot, g, b, lse_rows, mu_rows, d, d_dot, lo, hi
+    held = q_tile, q_dot, g, b, top, log_sum, mu_rows, d, d_dot, lo, hi
     start, before, whole, masked = key_tiles(lo, hi, MODE, STREAMED)
     start += tl.arange(0, STREAMED)
     for t in range(before, before + whole):
@@ -329,7 +350,11 @@ def _backward_queries(
             state, held, k, v, tile_rows, keys, scale, D, WIDTH, MODE, PRECISION, True
         )
     q_bar, q_dot_bar = state
-    store_pair(q_grad, q_bar * scale, q_dot_bar * scale, batch, head, rows, columns, length, D)
+    q_bar *= scale
+    q_dot_bar *= scale
+    store_pair(
+        q_grad, q_bar, q_dot_bar, batch, head, batches, heads, rows, columns, length, D
+    )  # fmt: skip
 
 
 def attention_backward(
@@ -357,31 +382,33 @@ def attention_backward(
         [2, B, H, Sq, D], [2, B, Hkv, Sk, D] and [2, B, Hkv, Sk, D] in q's dtype and the memory
         order [2, B, S, H, D].
     """
+    q, sign, scale = positive_scale(q, scale)
     grad, q, k, v, out = rows_contiguous(grad, q, k, v, out)
     _, batch, heads, length, width = q.shape
     kv_heads, keys = k.shape[2:4]
     q_grad = q.new_empty(2, batch, length, heads, width)
     k_grad, v_grad = (q.new_empty(2, batch, keys, kv_heads, width) for _ in range(2))
     results = q_grad.transpose(2, 3), k_grad.transpose(2, 3), v_grad.transpose(2, 3)
-    if lse.numel() == 0 or keys == 0:
+    if mu.numel() == 0 or keys == 0:
         for x in results:
             x.zero_()
         return results
 
-    sums = torch.empty((2, *lse.shape), dtype=torch.float32, device=q.device)
+    planes = batch * heads
+    sums = torch.empty((2, *mu.shape), dtype=torch.float32, device=q.device)
     unit, steps = strides(grad, out)
     tile = Tile(ROWS, 1, 4, 1)
     shared = constants(q, k, spans, causal, unit, tile)
-    names = ("D", "UNIT", "WIDTH", "HELD", "num_warps", "num_stages", "enable_fp_fusion")
-    _row_sums[triton.cdiv(length, ROWS), heads, batch](
-        grad, out, sums, *steps, length, **{name: shared[name] for name in names}
+    used = {name: x for name, x in shared.items() if name not in ("GROUP", "MODE", "STREAMED")}
+    _row_sums[(triton.cdiv(length, ROWS) * planes,)](
+        grad, out, sums, *steps, batch, heads, length, **used
     )
 
     unit, steps = strides(q, k, v, grad)
     query_spans = spans_and_stride(spans)
     for kernel in ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k"):
         tile = pick(kernel, q)
-        _backward_keys[triton.cdiv(keys, tile.held), kv_heads, batch](
+        _backward_keys[(triton.cdiv(keys, tile.held) * batch * kv_heads,)](
             q,
             k,
             v,
@@ -394,6 +421,8 @@ def attention_backward(
             *query_spans,
             *spans_and_stride(key_spans),
             *steps,
+            batch,
+            kv_heads,
             length,
             keys,
             scale,
@@ -402,7 +431,7 @@ def attention_backward(
             **constants(q, k, spans, causal, unit, tile),
         )
     tile = pick("queries", q)
-    _backward_queries[triton.cdiv(length, tile.held), heads, batch](
+    _backward_queries[(triton.cdiv(length, tile.held) * planes,)](
         q,
         k,
         v,
@@ -413,9 +442,13 @@ def attention_backward(
         q_grad,
         *query_spans,
         *steps,
+        batch,
+        heads,
         length,
         keys,
         scale,
         **constants(q, k, spans, causal, unit, tile),
     )
+    if sign != 1:
+        q_grad *= sign
     return results

@@ -17,6 +17,15 @@ SPANS = tl.constexpr(2)
 
 
 @triton.jit
+def place(heads, batches):
+    """Block, head and batch of this program. Heads and batches go fastest: the blocks that start
+    together are those of one place in the sequence, and so equally long. All on the first axis of
+    the grid, the only one that holds more than 65,535."""
+    program = tl.program_id(0)
+    return program // heads // batches, program % heads, program // heads % batches
+
+
+@triton.jit
 def span(spans, batch, rows, length, others, MODE: tl.constexpr):
     """The half-open interval of `others` that each of `rows` sees: [2^30, 0) where it sees none.
     Rows past the last act as the last."""
@@ -78,16 +87,17 @@ def load_tile(x, rows, row_stride, columns, length, D: tl.constexpr, MASKED: tl.
 
 
 @triton.jit
-def store_pair(x, value, dot, batch, head, rows, columns, length, D: tl.constexpr):
-    """Both halves of x [2, B, S, H, D], where B and H are those of the grid."""
+def store_pair(
+    x, value, dot, batch, head, batches, heads, rows, columns, length, D: tl.constexpr
+):  # fmt: skip
+    """Both halves of x [2, B, S, H, D]."""
     dtype = x.dtype.element_ty
-    heads = tl.num_programs(1)
     half = length.to(tl.int64) * heads * D
     x = plane(x, batch, head, half, D, 1) + rows.to(tl.int64)[:, None] * (heads * D)
     x += columns[None, :]
     inside = (rows < length)[:, None] & (columns < D)[None, :]
     tl.store(x, value.to(dtype), inside)
-    tl.store(x + half * tl.num_programs(2), dot.to(dtype), inside)
+    tl.store(x + half * batches, dot.to(dtype), inside)
 
 
 @triton.jit
@@ -103,7 +113,16 @@ VARYING = [
     f"{name}_{axis}"
     for name in ("q", "k", "v", "out", "grad")
     for axis in ("half", "batch", "head", "row")
-] + ["span_batch", "length", "keys", "scale"]
+] + ["span_batch", "key_span_batch", "batches", "heads", "length", "keys", "scale"]
+
+
+def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, int, float]:
+    """q times a sign, the sign, and a scale above 0 that give the same logits: with such a scale
+    the largest product is the largest logit."""
+    if scale > 0:
+        return q, 1, scale
+    sign = -1 if scale < 0 else 0
+    return q * sign, sign, -scale if sign else 1.0
 
 
 def rows_contiguous(*tensors: Tensor) -> list[Tensor]:

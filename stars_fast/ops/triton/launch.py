@@ -1,8 +1,9 @@
 """What the launchers of row and elementwise kernels share: rows of a tensor, tiles, programs.
 
-A row kernel goes through the columns of its rows in TURNS turns of BLOCK columns, once for each
-statistic and once to write. Up to a limit a row is one turn, for which the compiler merges the
-loops and loads each value once.
+A row kernel goes through the columns of its rows in turns of BLOCK columns, once for each statistic
+and once to write. Up to a limit a row is one turn, WHOLE, for which the compiler merges the loops
+and loads each value once. BLOCK is a power of two and the width an argument, so that lengths share
+compiled kernels.
 """
 
 from __future__ import annotations
@@ -53,23 +54,33 @@ def rows_of(x: Tensor, dual: bool) -> Rows:
 
 
 def tile(width: int, limit: int) -> dict[str, int]:
-    """Tile of a row kernel: ROWS rows of BLOCK columns, TURNS of them, and the warps."""
+    """Tile of a row kernel: ROWS rows of BLOCK columns, whether those are WHOLE rows, the warps."""
     block = triton.next_power_of_2(width)
     if block > limit:
-        return _meta(1, limit, triton.cdiv(width, limit))
-    return _meta(max(TILE_ELEMENTS // block, 1), block, 1)
+        return _meta(1, limit) | {"WHOLE": False}
+    return _meta(max(TILE_ELEMENTS // block, 1), block) | {"WHOLE": True}
 
 
 def flat_tile(width: int) -> dict[str, int]:
     """Tile of an elementwise kernel: ROWS rows of BLOCK columns, and the warps."""
     block = min(triton.next_power_of_2(width), TILE_ELEMENTS)
-    meta = _meta(TILE_ELEMENTS // block, block, 1)
-    return {key: value for key, value in meta.items() if key != "TURNS"}
+    return _meta(TILE_ELEMENTS // block, block)
 
 
-def _meta(rows: int, block: int, turns: int) -> dict[str, int]:
+def _meta(rows: int, block: int) -> dict[str, int]:
     warps = min(max(rows * block // (32 * THREAD_ELEMENTS), 1), MAX_WARPS)
-    return {"ROWS": rows, "BLOCK": block, "TURNS": turns, "num_warps": warps}
+    return {"ROWS": rows, "BLOCK": block, "num_warps": warps}
+
+
+def in_units(width: int, *views: Rows) -> tuple[int, list[int]]:
+    """UNIT, and the width and the pair and stride of each view in units of as many elements: those
+    of 16 bytes where all are multiples of that, else 1. For kernels whose widths vary: they take
+    the numbers unspecialised, yet the compiler knows what is aligned."""
+    found = [width, *(step for view in views for step in (view.pair, view.stride))]
+    unit = 16 // views[0].data.element_size()
+    if any(step % unit for step in found):
+        unit = 1
+    return unit, [step // unit for step in found]
 
 
 def programs(x: Tensor, tiles: int, warps: int) -> int:

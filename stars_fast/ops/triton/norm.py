@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stars_fast.ops.triton import formulas
 from stars_fast.ops.triton.launch import MAX_REGISTERS, launch, programs, rows_of, size, tile
-from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents
+from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents, turns
 
 LIMIT = 8192  # widest row in one turn
 
@@ -25,13 +25,13 @@ LIMIT = 8192  # widest row in one turn
 def row_statistics(
     x, pair, live, width, eps,
     CENTRE: tl.constexpr, DUAL: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Means of x and xd, r and c [ROWS, 1] of the rows at the pointers x [ROWS, 1]."""
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     total_dot = tl.zeros([ROWS, BLOCK], tl.float32)
     if CENTRE:
-        for turn in range(TURNS):
+        for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             value, dot = load(x, pair, at, live & exists, DUAL)
             total += value
@@ -40,7 +40,7 @@ def row_statistics(
     mean_dot = tl.sum(total_dot, 1)[:, None] / width
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     products = tl.zeros([ROWS, BLOCK], tl.float32)
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         value, dot = load(x, pair, at, live & exists, DUAL)
         if CENTRE:
@@ -89,7 +89,7 @@ def add_to_parts(parts, at, exists, product, begun):
 def _forward(
     x, weight, bias, y, rows, width, x_pair, x_row, eps,
     CENTRE: tl.constexpr, DUAL: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     live = row < rows
@@ -97,9 +97,9 @@ def _forward(
     y += row.to(tl.int64) * width
     y_pair = tl.cast(rows, tl.int64) * width
     mean, mean_dot, r, c = row_statistics(
-        x, x_pair, live, width, eps, CENTRE, DUAL, ROWS, BLOCK, TURNS
+        x, x_pair, live, width, eps, CENTRE, DUAL, ROWS, BLOCK, WHOLE
     )
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         mask = live & exists
         n, nd = load_normalised(x, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
@@ -117,7 +117,7 @@ def _backward(
     grad, x, weight, x_bar, weight_parts, bias_parts,
     rows, width, grad_pair, grad_row, x_pair, x_row, eps,
     CENTRE: tl.constexpr, DUAL: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     bar_pair = tl.cast(rows, tl.int64) * width
     first = tl.program_id(0)
@@ -130,13 +130,13 @@ def _backward(
         grad_at = grad + row.to(tl.int64) * grad_row
         bar_at = x_bar + row.to(tl.int64) * width
         mean, mean_dot, r, c = row_statistics(
-            x_at, x_pair, live, width, eps, CENTRE, DUAL, ROWS, BLOCK, TURNS
+            x_at, x_pair, live, width, eps, CENTRE, DUAL, ROWS, BLOCK, WHOLE
         )
         s = tl.zeros([ROWS, BLOCK], tl.float32)
         sd = tl.zeros([ROWS, BLOCK], tl.float32)
         a_sum = tl.zeros([ROWS, BLOCK], tl.float32)
         b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        for turn in range(TURNS):
+        for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             n, nd = load_normalised(x_at, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
@@ -154,7 +154,7 @@ def _backward(
         sd_mean = tl.sum(sd, 1)[:, None] / width
         a_mean = tl.sum(a_sum, 1)[:, None] / width
         b_mean = tl.sum(b_sum, 1)[:, None] / width
-        for turn in range(TURNS):
+        for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             n, nd = load_normalised(x_at, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
@@ -172,19 +172,19 @@ def _backward(
             store_cotangents(bar_at, bar_pair, at, mask, bar, bar_dot, DUAL)
             if weight_parts is not None:
                 product = weight_cotangent(y_bar, yd_bar, n, nd, DUAL)
-                if TURNS == 1:
+                if WHOLE:
                     weight_sum += product
                 else:
                     add_to_parts(weight_parts + first * width, at, exists, product, index > first)
             if bias_parts is not None:
-                if TURNS == 1:
+                if WHOLE:
                     bias_sum += y_bar
                 else:
                     add_to_parts(bias_parts + first * width, at, exists, y_bar, index > first)
-        if TURNS > 1:
+        if not WHOLE:
             # Threads need not load from the parts what they stored themselves.
             tl.debug_barrier()
-    if TURNS == 1:
+    if WHOLE:
         at = tl.arange(0, BLOCK)
         if weight_parts is not None:
             tl.store(weight_parts + first * width + at, tl.sum(weight_sum, 0), at < width)

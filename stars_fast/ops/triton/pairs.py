@@ -37,6 +37,14 @@ def store_cotangents(x, pair, offsets, mask, x_bar, xd_bar, DUAL: tl.constexpr):
 
 
 @triton.jit
+def turns(width, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """How many turns of BLOCK columns a row takes."""
+    if WHOLE:
+        return 1
+    return tl.cdiv(width, BLOCK)
+
+
+@triton.jit
 def columns(turn, width, BLOCK: tl.constexpr):
     """The columns [1, BLOCK] of a turn, and which of them exist."""
     at = turn * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -20,7 +20,7 @@ from stars_fast.ops.triton.norm import (
     total,
     weight_cotangent,
 )
-from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents
+from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents, turns
 
 LIMIT = 8192  # widest row in one turn
 BACKWARD_LIMIT = 4096  # which holds twice as many values a row
@@ -49,7 +49,7 @@ def _sum(
 def _forward(
     branch, residual, weight_out, weight_in, h, x,
     rows, width, branch_pair, branch_row, residual_pair, residual_row, eps_out, eps_in,
-    DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     live = row < rows
@@ -62,11 +62,11 @@ def _forward(
     c_out = 0.0
     if weight_out is not None:
         _, _, r_out, c_out = row_statistics(
-            branch, branch_pair, live, width, eps_out, False, DUAL, ROWS, BLOCK, TURNS
+            branch, branch_pair, live, width, eps_out, False, DUAL, ROWS, BLOCK, WHOLE
         )
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     products = tl.zeros([ROWS, BLOCK], tl.float32)
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         value, dot = _sum(
             branch, branch_pair, residual, residual_pair, weight_out,
@@ -76,7 +76,7 @@ def _forward(
         products += value * dot
     r = tl.rsqrt(tl.sum(squares, 1)[:, None] / width + eps_in)
     c = r * r * tl.sum(products, 1)[:, None] / width
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         mask = live & exists
         value, dot = _sum(
@@ -110,7 +110,7 @@ def _backward(
     branch_bar, residual_bar, out_parts, in_parts, rows, width,
     h_bar_pair, h_bar_row, x_bar_pair, x_bar_row, branch_pair, branch_row, h_pair, h_row,
     eps_out, eps_in,
-    DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     pair = tl.cast(rows, tl.int64) * width
     first = tl.program_id(0)
@@ -125,11 +125,11 @@ def _backward(
         branch_at = branch + wide_row * branch_row
         h_at = h + wide_row * h_row
         _, _, r, c = row_statistics(
-            h_at, h_pair, live, width, eps_in, False, DUAL, ROWS, BLOCK, TURNS
+            h_at, h_pair, live, width, eps_in, False, DUAL, ROWS, BLOCK, WHOLE
         )
         s = tl.zeros([ROWS, BLOCK], tl.float32)
         sd = tl.zeros([ROWS, BLOCK], tl.float32)
-        for turn in range(TURNS):
+        for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             n, nd = load_normalised(h_at, h_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
@@ -141,11 +141,11 @@ def _backward(
         sd_in = tl.sum(sd, 1)[:, None] / width
         if weight_out is not None:
             _, _, r_out, c_out = row_statistics(
-                branch_at, branch_pair, live, width, eps_out, False, DUAL, ROWS, BLOCK, TURNS
+                branch_at, branch_pair, live, width, eps_out, False, DUAL, ROWS, BLOCK, WHOLE
             )
             s = tl.zeros([ROWS, BLOCK], tl.float32)
             sd = tl.zeros([ROWS, BLOCK], tl.float32)
-            for turn in range(TURNS):
+            for turn in range(turns(width, BLOCK, WHOLE)):
                 at, exists = columns(turn, width, BLOCK)
                 mask = live & exists
                 a, b, in_product = _h_cotangents(
@@ -160,7 +160,7 @@ def _backward(
                 sd += (a * n + b * nd) * w
             s_out = tl.sum(s, 1)[:, None] / width
             sd_out = tl.sum(sd, 1)[:, None] / width
-        for turn in range(TURNS):
+        for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             a, b, in_product = _h_cotangents(
@@ -178,19 +178,19 @@ def _backward(
                 out_product = weight_cotangent(a, b, n, nd, DUAL)
                 branch_bar_at = branch_bar + wide_row * width
                 store_cotangents(branch_bar_at, pair, at, mask, bar, bar_dot, DUAL)
-                if TURNS == 1:
+                if WHOLE:
                     out_sum += out_product
                 else:
                     add_to_parts(out_parts + first * width, at, exists, out_product, index > first)
             store_cotangents(residual_bar + wide_row * width, pair, at, mask, a, b, DUAL)
-            if TURNS == 1:
+            if WHOLE:
                 in_sum += in_product
             else:
                 add_to_parts(in_parts + first * width, at, exists, in_product, index > first)
-        if TURNS > 1:
+        if not WHOLE:
             # Threads need not load from the parts what they stored themselves.
             tl.debug_barrier()
-    if TURNS == 1:
+    if WHOLE:
         at = tl.arange(0, BLOCK)
         tl.store(in_parts + first * width + at, tl.sum(in_sum, 0), at < width)
         if weight_out is not None:

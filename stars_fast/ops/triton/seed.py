@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton.launch import launch, rows_of, size, tile
-from stars_fast.ops.triton.pairs import columns
+from stars_fast.ops.triton.pairs import columns, turns
 
 LIMIT = 4096  # widest row in one turn
 
@@ -38,12 +38,12 @@ def _uniform(word):
 @triton.jit(do_not_specialize=["rows"])
 def _normal_squares(
     seed, sums, rows, width,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     key = tl.load(seed)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         _, exists = columns(turn, width, BLOCK)
         z = tl.where(exists, _normals(key, row, turn, ROWS, BLOCK), 0.0)
         total += z * z
@@ -53,7 +53,7 @@ def _normal_squares(
 @triton.jit(do_not_specialize=["rows"])
 def _seed_stack(
     h, seed, factor, stack, rows, width, h_row,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     live = row < rows
@@ -62,7 +62,7 @@ def _seed_stack(
     h += row.to(tl.int64) * h_row
     stack += row.to(tl.int64) * width
     pair = tl.cast(rows, tl.int64) * width
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         mask = live & exists
         tl.store(stack + at, tl.load(h + at, mask), mask)
@@ -73,13 +73,13 @@ def _seed_stack(
 @triton.jit(do_not_specialize=["rows"])
 def _row_squares(
     x, sums, rows, width, x_row,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     live = row < rows
     x += row.to(tl.int64) * x_row
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         value = tl.load(x + at, live & exists, other=0.0).to(tl.float32)
         total += value * value
@@ -89,14 +89,14 @@ def _row_squares(
 @triton.jit(do_not_specialize=["rows"])
 def _row_squares_backward(
     grad, x, x_bar, rows, width, x_row,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     live = row < rows
     x += row.to(tl.int64) * x_row
     x_bar += row.to(tl.int64) * width
     twice = 2 * tl.load(grad + row, live, other=0.0).to(tl.float32)
-    for turn in range(TURNS):
+    for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         value = tl.load(x + at, live & exists, other=0.0).to(tl.float32)
         tl.store(x_bar + at, (twice * value).to(x_bar.dtype.element_ty), live & exists)
