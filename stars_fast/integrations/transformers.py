@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from stars_fast.checks import check_integer
 from stars_fast.dual.run import first_output
-from stars_fast.integrations.batches import PACKED, samples_of
+from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.looped_block import looped_block
@@ -47,7 +47,7 @@ class _Micro(NamedTuple):
     step: int
     place: int
     turns: int | None
-    samples: Samples
+    samples: Collated
     numbers: list[int]
     share: float
 
@@ -60,7 +60,9 @@ class JacobianPenalty(_Trainer):
     over its micro-batches and processes. R is the mean over all samples of the same step, so that a
     batch may be split among micro-batches and processes as one likes. A sample is a row of the
     batch less its pads, or a packed document (`cu_seq_lens_q`, or `position_ids` without a mask,
-    which begin anew with each document), with a direction v of its own. Depth and v follow from
+    which begin anew with each document), with a direction v of its own. What is made of pads alone
+    is none: a row, or a document of the pad token without a target, such as those with which TRL's
+    `padding_free` fills up to `pad_to_multiple_of`. Depth and v follow from
     `args.seed`, the step and the sample's place in it: all processes run as many turns, and a
     resumed run repeats them.
 
@@ -118,11 +120,12 @@ class JacobianPenalty(_Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As the Trainer's; the batches of an optimiser step are known here, and planned."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._micros = deque(self._plan([samples_of(batch) for batch in batches]))
+        pad = _pad_id(self)
+        self._micros = deque(self._plan([samples_of(batch, pad) for batch in batches]))
         self._meter.windows += 1
         return batches, items
 
-    def _plan(self, samples: list[Samples]) -> list[_Micro]:
+    def _plan(self, samples: list[Collated]) -> list[_Micro]:
         """The micro-batches of this process, from the samples in them."""
         step, window = self.state.global_step, len(samples)
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -139,7 +142,7 @@ class JacobianPenalty(_Trainer):
                 seed = derive(self.args.seed, "depth")
                 turns = self.depth.sample(seed, step, place, window)
             numbers = list(range(end - each.count, end))
-            share = each.count * processes / ends[-1]
+            share = each.count * processes / max(1, ends[-1])
             micros.append(_Micro(step, place, turns, each, numbers, share))
         return micros
 
@@ -180,25 +183,31 @@ class JacobianPenalty(_Trainer):
         return (total, outputs) if return_outputs else total
 
     def _penalty(self, h: Tensor, micro: _Micro, position_ids: Tensor | None) -> Tensor:
-        """Mean over the samples of ||J v||^2 at h [B, S, D], a scalar."""
+        """Mean over the samples of ||J v||^2 at h [B, S, D], a scalar; 0 without a sample."""
         samples, seed = micro.samples, self.args.seed
+        if samples.count == 0:
+            return h.new_zeros(())
         if samples.packed:
-            h, position_ids = h.reshape(1, -1, h.shape[-1]), None
-        numbers = micro.numbers
+            position_ids = None  # relative ones are all that matters, and the bounds give them
+        elif position_ids is not None and len(position_ids) > 1:
+            position_ids = samples.of(position_ids)
+        h = samples.of(h)
+        numbers, mask, bounds = micro.numbers, samples.mask, samples.cu_seqlens
         number = drawn_number(self.penalty.fraction, samples.count)
         if number < samples.count:
             chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
             part = samples.take(chosen)
             if position_ids is not None and len(position_ids) > 1 and not samples.packed:
                 position_ids = part.of(position_ids)
-            h, samples, numbers = part.of(h), part.samples, [numbers[i] for i in chosen]
-        v = sample_noise(h, samples, seed, micro.step, numbers)
-        mask = None if samples.mask is None else samples.mask.to(h.device, non_blocking=True)
+            h, numbers = part.of(h), [numbers[i] for i in chosen]
+            mask, bounds = part.samples.mask, part.samples.cu_seqlens
+        v = sample_noise(h, Samples(len(numbers), mask, bounds), seed, micro.step, numbers)
+        mask = None if mask is None else mask.to(h.device, non_blocking=True)
         block = looped_block(
             self.model,
             attention_mask=mask,
             position_ids=position_ids,
-            cu_seqlens=samples.cu_seqlens,
+            cu_seqlens=bounds,
         )
         with self.accelerator.autocast():
             return fused_jsrr(
@@ -206,7 +215,7 @@ class JacobianPenalty(_Trainer):
                 h,
                 v=v,
                 mask=mask,
-                cu_seqlens=samples.cu_seqlens,
+                cu_seqlens=bounds,
                 power_steps=self.penalty.power_steps,
                 normalize=self.penalty.normalize,
                 detach=self.penalty.detach,
@@ -272,6 +281,22 @@ def _check_launch(trainer: Any) -> None:
     ):
         if found:
             raise ValueError(f"args: expected DistributedDataParallel or one process, got {name}")
+
+
+def _pad_id(trainer: Any) -> int | None:
+    """The token that the batches are padded with; None where nobody says."""
+    collator, processor = trainer.data_collator, trainer.processing_class
+    for owner in (
+        collator,
+        getattr(collator, "tokenizer", None),
+        processor,
+        getattr(processor, "tokenizer", None),
+        trainer.model.config,
+    ):
+        found = getattr(owner, "pad_token_id", None)
+        if found is not None:
+            return int(found)
+    return None
 
 
 def _block_of(model: Any) -> OuroTurn | DecoderStack:

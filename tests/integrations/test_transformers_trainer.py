@@ -110,6 +110,46 @@ def test_packed_documents_have_the_gradient_of_padded_ones(trained, bounds, frac
     assert_same(packed[0], rows[0], 1e-10)
 
 
+@pytest.mark.parametrize("kind", ["ouro", "llama"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_what_fills_a_packed_row_changes_nothing(trained, kind, fraction):
+    sft = pytest.importorskip("trl.trainer.sft_trainer")
+    data = [
+        {name: x.tolist() for name, x in row.items()} for row in documents((6, 1, 7, 8), prompt=1)
+    ]
+    law = {"penalty": PenaltyConfig(0.5, fraction=fraction)} | (
+        {"turns": 2} if kind == "ouro" else {}
+    )
+    found = []
+    for multiple in (None, 32):
+        collate = sft.DataCollatorForLanguageModeling(
+            pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple
+        )
+        net = model() if kind == "ouro" else llama()
+        trainer, steps = trained(net, data, collate, 4, **law)
+        found.append((steps[0], logged(trainer)[0]["penalty"]))
+    assert_same(found[1][0], found[0][0], 1e-10)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
+def test_a_row_of_pads_alone_changes_nothing(trained):
+    data = documents(LENGTHS)
+
+    def with_empty_rows(rows):
+        batch = padded("left")(rows)
+        return {
+            name: torch.cat([x, torch.full_like(x[:1], -100 if name == "labels" else 0)])
+            for name, x in batch.items()
+        }
+
+    found = []
+    for collate in (padded("left"), with_empty_rows):
+        trainer, steps = trained(model(), data, collate, 2, 2, penalty_weight=0.3, turns=2)
+        found.append((steps[0], logged(trainer)[0]["penalty"]))
+    assert_same(found[1][0], found[0][0], 1e-10)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     script = Path(__file__).parent / "scripts" / "two_processes.py"
