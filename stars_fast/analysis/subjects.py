@@ -15,6 +15,7 @@ import torch
 from stars_fast.analysis.plots import TrainedDepth
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.training.addition import LoopedLoop, Sums, load_model
 from stars_fast.training.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
 from stars_fast.training.config import load_config
@@ -88,11 +89,12 @@ def find_subject(source: str, request: Request) -> Subject:
     config = load_config(str(folder.config)) if folder.config.exists() else None
     if config is not None and config.task == "addition":
         return _addition_run(source, config, request)
-    if config is None and folder.path.is_dir() and not (folder.path / "config.json").exists():
-        raise ConfigError(
-            f"{source} is neither a run folder (it has no config.yaml) nor an Ouro checkpoint (it "
-            "has no config.json)"
-        )
+    if config is None:
+        try:
+            check_exists(source)
+            check_folder(source)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return _ouro(source, config, request)
 
 
