@@ -8,6 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from stars_fast.options import positive
@@ -127,13 +128,28 @@ def _train(words: list[str]) -> int:
     from stars_fast.training.config import load_config
     from stars_fast.training.trainer import TrainingFailure, train
 
-    config = load_config(overrides.pop(0), overrides)
+    recipe = overrides.pop(0)
+    resume = "--resume" in words
+    if resume and Path(recipe).parts[:-1] and not Path(recipe).exists():  # no recipe's name
+        _check_resume(recipe)
+    config = load_config(recipe, overrides)
+    if resume:
+        _check_resume(config.out)
     try:
-        outcome = train(config, resume="--resume" in words)
+        outcome = train(config, resume=resume)
     except TrainingFailure as error:
         print(f"stars-fast: {error}", file=sys.stderr)
         return 1
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def _check_resume(path: str) -> None:
+    """Raises ConfigError for a folder that holds nothing to continue."""
+    from stars_fast.training.run_folder import RunFolder
+    from stars_fast.training.tree import ConfigError
+
+    if reason := RunFolder(path).nothing_to_resume():
+        raise ConfigError(reason)
 
 
 def _train_help() -> str:
