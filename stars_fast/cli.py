@@ -43,6 +43,7 @@ _OWN_OPTIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal."""
     words = list(sys.argv[1:] if argv is None else argv)
+    from stars_fast.training.optional import explained
     from stars_fast.training.tree import ConfigError
 
     try:
@@ -59,6 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.command(args)
     except ConfigError as error:
         print(f"stars-fast: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        missing = explained(error, f"stars-fast {words[0]}")
+        if missing is None:
+            raise
+        print(f"stars-fast: {missing}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stars-fast: interrupted", file=sys.stderr)

@@ -4,13 +4,17 @@ Importing this package registers the model with `AutoConfig`, `AutoModel` and
 `AutoModelForCausalLM`.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from stars_fast.training.optional import need
 
-from stars_fast.models.ouro.cache import OuroCache
-from stars_fast.models.ouro.causal_lm import OuroForCausalLM
-from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.exits import count_turns
-from stars_fast.models.ouro.model import OuroModel
+need("transformers", "Ouro models")  # before the imports below, which would not say how
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM  # noqa: E402
+
+from stars_fast.models.ouro.cache import OuroCache  # noqa: E402
+from stars_fast.models.ouro.causal_lm import OuroForCausalLM  # noqa: E402
+from stars_fast.models.ouro.config import OuroConfig  # noqa: E402
+from stars_fast.models.ouro.exits import count_turns  # noqa: E402
+from stars_fast.models.ouro.model import OuroModel  # noqa: E402
 
 __all__ = ["OuroCache", "OuroConfig", "OuroForCausalLM", "OuroModel", "count_turns"]
 
