@@ -5,11 +5,14 @@ Modules load where they are used, so that the help and the list of recipes come 
 """
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from stars_fast.options import positive
 
@@ -41,7 +44,35 @@ _OWN_OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal."""
+    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal.
+
+    Where who reads the output has left, as `head` does, it ends without a word, with 141 = 128 +
+    SIGPIPE.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, as at the exit of Python it can't be caught
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _reader_has_left(stream)]
+        if not gone:  # it is another pipe
+            raise
+        for stream in gone:  # what is still to be written at the exit goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _reader_has_left(stream: TextIO) -> bool:
+    try:
+        watched = select.poll()
+        watched.register(stream.fileno(), select.POLLOUT)
+    except (AttributeError, OSError):  # no such call on Windows; no file behind the stream
+        return False
+    return any(event & select.POLLERR for _, event in watched.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     from stars_fast.training.optional import explained
     from stars_fast.training.tree import ConfigError
