@@ -45,7 +45,7 @@ def check_utf8(path: str | Path) -> None:
                 done += len(chunk)
                 lines += chunk.count(b"\n")
     except OSError as error:
-        raise ValueError(f"{path}: can't be read: {error.strerror}") from error
+        raise ValueError(f"{path}: {error.strerror}") from error
 
 
 def _place(byte: int, line: int) -> str:

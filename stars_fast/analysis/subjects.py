@@ -225,7 +225,7 @@ def _texts(text: str, tokenizer: Any, request: Request) -> list[Document]:
         try:
             paragraphs = re.split(r"\n\s*\n", read_text(path))
         except ValueError as error:
-            raise ConfigError(f"--text {error}") from error
+            raise ConfigError(f"cannot read --text {error}") from error
         return _cut(_plain(paragraphs, tokenizer), request)
     from stars_fast.data.chat import ChatDataConfig, ChatEncoder
     from stars_fast.data.sources import conversation, find_columns, find_source

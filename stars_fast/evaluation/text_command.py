@@ -102,7 +102,7 @@ def read_texts(options: TextOptions) -> Iterator[str]:
         try:
             yield read_text(options.text)
         except ValueError as error:
-            raise ConfigError(f"--text {error}") from error
+            raise ConfigError(f"cannot read --text {error}") from error
         return
     try:
         where = ChatDataConfig(source=options.text, subset=options.subset, split=options.split)

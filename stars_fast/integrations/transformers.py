@@ -11,15 +11,18 @@ Shapes: B batch, S tokens, D model width.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stars_fast.checks import check_integer
+from stars_fast.checks import check_kind
 from stars_fast.dual.run import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
@@ -87,7 +90,8 @@ class JacobianPenalty(_Trainer):
         penalty: all settings of the penalty, instead of `penalty_weight`.
 
     Raises:
-        TypeError: a model with no turn, or one of another kind.
+        TypeError: a model with no turn, or one of another kind; an argument of the wrong type, or
+            of a name that no class here has; no Trainer after this among the bases, or before it.
         ValueError: both `penalty` and `penalty_weight`; `turns` for a model without a choice; a
             penalty with at="last", draw="micro-batches" or direction="step"; DataParallel, FSDP,
             DeepSpeed, tensor, context or sequence parallelism, or `torch_compile`.
@@ -101,10 +105,10 @@ class JacobianPenalty(_Trainer):
         penalty: PenaltyConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        if penalty is not None and penalty_weight is not None:
-            raise ValueError("penalty_weight: expected None when penalty is given, got both")
-        if penalty is None:
-            penalty = PenaltyConfig() if penalty_weight is None else PenaltyConfig(penalty_weight)
+        _check_arguments(self, args, kwargs)
+        penalty = _settings(penalty_weight, penalty)
+        if turns is not None and not isinstance(turns, DepthLaw):
+            _check_turns(turns)
         for name, only in (("at", "next"), ("draw", "samples"), ("direction", "random")):
             if getattr(penalty, name) != only:
                 raise ValueError(
@@ -116,6 +120,16 @@ class JacobianPenalty(_Trainer):
         self.depth = _depth_law(self.model, turns)
         self._micros: deque[_Micro] = deque()
         self._meter = _Meter(self.args.device)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(JacobianPenalty)]
+        for base in before:
+            if "compute_loss" in vars(base) and not issubclass(base, JacobianPenalty):
+                raise TypeError(
+                    f"{cls.__name__}: expected JacobianPenalty before {base.__name__} among the "
+                    f"bases, class {cls.__name__}(JacobianPenalty, {base.__name__}), got it after"
+                )
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As the Trainer's; the batches of an optimiser step are known here, and planned."""
@@ -266,6 +280,53 @@ class _Meter:
         return row
 
 
+def _check_arguments(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for what the Trainer would take for something else, or fail on later."""
+    own = type(trainer).__mro__
+    trainers = own[own.index(JacobianPenalty) + 1 :]
+    if not any(hasattr(base, "compute_loss") for base in trainers):
+        raise TypeError(
+            "JacobianPenalty: expected a Trainer after it among the bases, such as "
+            f"class StarsTrainer(JacobianPenalty, Trainer), got {type(trainer).__name__} without"
+        )
+    # The Trainer itself says if it gets none; TRL's loads one by its name.
+    model = kwargs.get("model", args[0] if args else None)
+    by_name = isinstance(model, str) and any(b.__module__.startswith("trl.") for b in trainers)
+    if model is not None and not by_name and not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    known = inspect.signature(trainers[0]).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    names = [*known, *inspect.signature(JacobianPenalty).parameters]
+    for name in kwargs.keys() - known.keys():
+        near = get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TypeError(f"{name}: expected an option of {trainers[0].__name__}{hint}")
+
+
+def _settings(weight: Any, penalty: Any) -> PenaltyConfig:
+    """The settings that the arguments penalty_weight and penalty say."""
+    if penalty is not None and weight is not None:
+        raise ValueError("penalty_weight: expected None when penalty is given, got both")
+    if penalty is not None:
+        if not isinstance(penalty, PenaltyConfig):
+            raise TypeError(f"penalty: expected a PenaltyConfig or None, got {penalty!r}")
+        return penalty
+    if weight is None:
+        return PenaltyConfig()
+    check_kind("penalty_weight", weight, float)
+    if not 0 <= weight <= 1:
+        raise ValueError(f"penalty_weight: expected a number in [0, 1], got {weight!r}")
+    return PenaltyConfig(float(weight))
+
+
+def _check_turns(turns: Any) -> None:
+    whole = isinstance(turns, Integral) and not isinstance(turns, bool)
+    if not whole or turns < 1:
+        kind = ValueError if whole else TypeError
+        raise kind(f"turns: expected a DepthLaw, a positive integer or None, got {turns!r}")
+
+
 def _check_launch(trainer: Any) -> None:
     """Raise ValueError for the ways to run in which the penalty would be wrong or fail."""
     if trainer.args.n_gpu > 1:
@@ -320,7 +381,6 @@ def _depth_law(model: Any, turns: DepthLaw | int | None) -> DepthLaw | None:
     if isinstance(turns, DepthLaw):
         return turns
     number = model.config.total_ut_steps if turns is None else turns
-    check_integer("turns", number, 1)
     return DepthLaw(law="fixed", value=number, low=number, high=number)
 
 

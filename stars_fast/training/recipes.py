@@ -44,7 +44,7 @@ def _recipe_text(recipe: str) -> str:
         try:
             return read_text(path)
         except ValueError as error:
-            raise ConfigError(f"recipe {error}") from error
+            raise ConfigError(f"cannot read the recipe {error}") from error
     names = recipe_names()
     if recipe not in names:
         raise ConfigError(

@@ -182,7 +182,7 @@ def test_samples_from_jsonl(home, tmp_path, kind):
         (["{home}/nowhere"], "nowhere does not exist: expected a run folder"),
         (["{home}/checkpoint", "--text", "{home}/missing.txt"], "--text .*missing.txt: "),
         (["{home}/checkpoint", "--text", "{home}/empty.txt"], "no samples: no text has a token"),
-        (["{home}/checkpoint", "--text", "{home}/bytes.txt"], "bytes.txt is not text in UTF-8"),
+        (["{home}/checkpoint", "--text", "{home}/bytes.txt"], "bytes.txt: expected text in UTF-8"),
     ],
 )
 def test_mistakes_are_named(home, capsys, words, message):
