@@ -6,7 +6,7 @@ import typing
 from numbers import Integral, Real
 from typing import Any
 
-_KINDS = {
+_KINDS: dict[type, tuple[str, Any]] = {
     bool: ("true or false", bool),
     int: ("an integer", Integral),
     float: ("a number", Real),
