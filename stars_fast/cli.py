@@ -5,10 +5,14 @@ Modules load where they are used, so that the help and the list of recipes come 
 """
 
 import argparse
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from stars_fast.options import positive
 
@@ -40,8 +44,37 @@ _OWN_OPTIONS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal."""
+    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal.
+
+    Where who reads the output has left, as `head` does, it ends without a word, with 141 = 128 +
+    SIGPIPE.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, as at the exit of Python it can't be caught
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _reader_has_left(stream)]
+        if not gone:  # it is another pipe
+            raise
+        for stream in gone:  # what is still to be written at the exit goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _reader_has_left(stream: TextIO) -> bool:
+    try:
+        watched = select.poll()
+        watched.register(stream.fileno(), select.POLLOUT)
+    except (AttributeError, OSError):  # no such call on Windows; no file behind the stream
+        return False
+    return any(event & select.POLLERR for _, event in watched.poll(0))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    from stars_fast.training.optional import explained
     from stars_fast.training.tree import ConfigError
 
     try:
@@ -58,6 +91,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.command(args)
     except ConfigError as error:
         print(f"stars-fast: {error}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        missing = explained(error, f"stars-fast {words[0]}")
+        if missing is None:
+            raise
+        print(f"stars-fast: {missing}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stars-fast: interrupted", file=sys.stderr)
@@ -127,13 +166,28 @@ def _train(words: list[str]) -> int:
     from stars_fast.training.config import load_config
     from stars_fast.training.trainer import TrainingFailure, train
 
-    config = load_config(overrides.pop(0), overrides)
+    recipe = overrides.pop(0)
+    resume = "--resume" in words
+    if resume and Path(recipe).parts[:-1] and not Path(recipe).exists():  # no recipe's name
+        _check_resume(recipe)
+    config = load_config(recipe, overrides)
+    if resume:
+        _check_resume(config.out)
     try:
-        outcome = train(config, resume="--resume" in words)
+        outcome = train(config, resume=resume)
     except TrainingFailure as error:
         print(f"stars-fast: {error}", file=sys.stderr)
         return 1
     return 128 + outcome.signal if outcome.signal else 0
+
+
+def _check_resume(path: str) -> None:
+    """Raises ConfigError for a folder that holds nothing to continue."""
+    from stars_fast.training.run_folder import RunFolder
+    from stars_fast.training.tree import ConfigError
+
+    if reason := RunFolder(path).nothing_to_resume():
+        raise ConfigError(reason)
 
 
 def _train_help() -> str:

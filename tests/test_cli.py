@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -23,6 +24,12 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def trained(here):
+    """A run in runs/tiny."""
+    assert main(["train", "tiny.yaml", "--steps", "1", "--eval.turns", "1"]) == 0
 
 
 def test_train_resume_and_eval(here, capsys):
@@ -120,3 +127,33 @@ def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):
     lines = [line.split(maxsplit=1) for line in run.stdout.splitlines()]
     assert "addition-quick" in [line[0] for line in lines]
     assert all(len(line) == 2 for line in lines)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such pipes")
+@pytest.mark.parametrize(
+    "words",
+    ["recipes", "study", "--help", "train --help", "export --help",
+     "eval runs/tiny --turns 1 --limit 5"],
+)  # fmt: skip
+def test_who_stops_reading_ends_it_quietly(here, trained, words):
+    command = [sys.executable, "-m", "stars_fast.cli", *words.split()]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else argparse passes over the broken pipe
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=buffered, **pipes) as process:
+        process.stdout.close()  # before it writes anything
+        said = process.stderr.read().decode()
+        code = process.wait()
+    assert code == 141
+    assert "Error" not in said
+    assert "Exception" not in said
+
+
+def test_another_broken_pipe_is_no_quiet_end(monkeypatch):
+    from stars_fast import cli
+
+    def breaks(args):
+        raise BrokenPipeError("a worker has died")
+
+    monkeypatch.setattr(cli, "_recipes", breaks)
+    with pytest.raises(BrokenPipeError, match="a worker has died"):
+        cli.main(["recipes"])

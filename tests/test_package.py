@@ -44,6 +44,35 @@ def test_the_core_needs_neither_transformers_nor_matplotlib():
     assert python(code).strip() == "[]"
 
 
+def test_the_auto_classes_know_ouro_once_its_package_is_imported(tmp_path):
+    pytest.importorskip("transformers")
+    alone = f"""
+import sys, stars_fast
+assert "transformers" not in sys.modules
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})
+except ValueError as error:
+    print("`ouro` but Transformers does not recognize" in str(error))
+import stars_fast.models.ouro
+from transformers import AutoConfig, AutoModel
+print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)
+print(type(AutoModel.from_pretrained({str(tmp_path)!r})).__module__)
+print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__module__)
+"""
+    from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+    write_tiny_ouro(tmp_path, remote_code=False)
+    assert python(alone).split() == [
+        "True",
+        "stars_fast.models.ouro.causal_lm",
+        "stars_fast.models.ouro.model",
+        "stars_fast.models.ouro.config",
+    ]
+    for page in (README, (ROOT / "docs" / "guides" / "transformers.md").read_text()):
+        assert "import stars_fast.models.ouro" in page
+
+
 def test_public_names_are_there_and_documented():
     import stars_fast
 

@@ -14,7 +14,10 @@ import torch
 
 from stars_fast.analysis.plots import TrainedDepth
 from stars_fast.data.addition import AdditionData
+from stars_fast.data.sources import READERS
 from stars_fast.evaluation.addition import evaluate
+from stars_fast.files import read_text
+from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.training.addition import LoopedLoop, Sums, load_model
 from stars_fast.training.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
 from stars_fast.training.config import load_config
@@ -88,11 +91,12 @@ def find_subject(source: str, request: Request) -> Subject:
     config = load_config(str(folder.config)) if folder.config.exists() else None
     if config is not None and config.task == "addition":
         return _addition_run(source, config, request)
-    if config is None and folder.path.is_dir() and not (folder.path / "config.json").exists():
-        raise ConfigError(
-            f"{source} is neither a run folder (it has no config.yaml) nor an Ouro checkpoint (it "
-            "has no config.json)"
-        )
+    if config is None:
+        try:
+            check_exists(source)
+            check_folder(source)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     return _ouro(source, config, request)
 
 
@@ -217,11 +221,11 @@ def _texts(text: str, tokenizer: Any, request: Request) -> list[Document]:
     """The first samples of a file: the paragraphs of a text, or the rows of what `data.source`
     of a run can be, by their column `text` or as chats."""
     path = Path(text)
-    if path.is_file() and path.suffix not in (".json", ".jsonl", ".parquet"):
+    if path.suffix == ".txt" or (path.is_file() and path.suffix not in READERS):
         try:
-            paragraphs = re.split(r"\n\s*\n", path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"--text: {text} is not text in UTF-8: {error}") from error
+            paragraphs = re.split(r"\n\s*\n", read_text(path))
+        except ValueError as error:
+            raise ConfigError(f"cannot read --text {error}") from error
         return _cut(_plain(paragraphs, tokenizer), request)
     from stars_fast.data.chat import ChatDataConfig, ChatEncoder
     from stars_fast.data.sources import conversation, find_columns, find_source

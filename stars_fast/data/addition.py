@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stars_fast.checks import check_integer
 from stars_fast.data import IGNORE
+from stars_fast.files import check_utf8
 
 MAX_DIGITS = 9
 
@@ -145,10 +146,12 @@ def read_jsonl(path: str | Path, digits: int) -> np.ndarray:
 
     One sum a line: {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}.
     Other keys are ignored. Raises ValueError with the
-    file, the line number and the reason for the first bad line.
+    file, the line number and the reason for the first bad line, and for a file that can't be read
+    or is not UTF-8.
     """
+    check_utf8(path)
     pairs = []
-    with Path(path).open("rb") as lines:
+    with Path(path).open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 pairs.append(_parse_sum(line, digits))
@@ -167,7 +170,7 @@ def write_jsonl(path: str | Path, pairs: np.ndarray) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def _parse_sum(line: bytes, digits: int) -> tuple[int, int]:
+def _parse_sum(line: str, digits: int) -> tuple[int, int]:
     if not line.strip():
         raise ValueError("expected a JSON object, the line is empty")
     try:

@@ -14,6 +14,7 @@ import numpy as np
 
 from stars_fast.data.chat import ChatDataConfig, Message
 from stars_fast.data.tiny_chat import DEFAULT_ROWS, tiny_chats
+from stars_fast.files import check_utf8
 from stars_fast.training.optional import need
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ TINY_CHAT = "tiny-chat"
 COLUMNS = (("messages",), ("problem", "solution"), ("question", "answer"))
 """Columns that are taken where the configuration names none."""
 
-_READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+"""How files are read, by their suffix."""
+
+_TEXTS = (".json", ".jsonl", ".csv", ".tsv")
 
 
 class Source(NamedTuple):
@@ -52,7 +56,7 @@ def find_source(config: ChatDataConfig, seed: int) -> Source:
         if not found:
             raise ValueError(f"data.source: no file fits {config.source!r}")
         return _files(found, config)
-    if path.suffix in _READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.source):
+    if path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.source):
         raise ValueError(
             f"data.source must be a hub id, an existing file or folder, or {TINY_CHAT}, got "
             f"{config.source!r}"
@@ -148,17 +152,18 @@ def _made(config: ChatDataConfig, seed: int) -> Source:
 
 def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
     kinds = {path.suffix for path in paths}
-    readers = {_READERS.get(kind) for kind in kinds}
+    readers = {READERS.get(kind) for kind in kinds}
     if None in readers or len(readers) > 1:
         raise ValueError(
-            f"data.source must be files of one kind among {', '.join(_READERS)}, got "
+            f"data.source must be files of one kind among {', '.join(READERS)}, got "
             f"{', '.join(map(str, paths[:10]))}"
         )
     _no_subset(config)
     files = [str(path.resolve()) for path in paths]
+    reader = str(readers.pop())
     return Source(
         ["files", *map(_stamp, paths)],
-        lambda: _load(config, str(readers.pop()), None, data_files=files),
+        lambda: _load(config, reader, None, paths, data_files=files),
     )
 
 
@@ -167,7 +172,8 @@ def _folder(path: Path, config: ChatDataConfig) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         _no_subset(config)
         return Source(identity, lambda: _saved(path, config))
-    return Source(identity, lambda: _load(config, str(path), config.subset))
+    texts = [file for file in sorted(path.rglob("*")) if file.suffix in _TEXTS and file.is_file()]
+    return Source(identity, lambda: _load(config, str(path), config.subset, texts))
 
 
 def _saved(path: Path, config: ChatDataConfig) -> Dataset:
@@ -183,7 +189,17 @@ def _saved(path: Path, config: ChatDataConfig) -> Dataset:
     return saved[config.split]
 
 
-def _load(config: ChatDataConfig, path: str, subset: str | None, **files: Any) -> Dataset:
+def _load(
+    config: ChatDataConfig, path: str, subset: str | None, paths: Sequence[Path] = (), **files: Any
+) -> Dataset:
+    """`paths`: files that are read. `datasets` takes what is not UTF-8 in them, and names no file
+    when it can't read it later."""
+    for file in paths:
+        if file.suffix in _TEXTS:
+            try:
+                check_utf8(file)
+            except ValueError as error:
+                raise ValueError(f"data.source: {error}") from error
     datasets = _datasets()
     try:
         return datasets.load_dataset(path, subset, split=config.split, **files)

@@ -10,6 +10,7 @@ from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.report import labels_of
 from stars_fast.models.adaptive import Per
+from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.tables import right_aligned
 from stars_fast.training.durable import write_text
 from stars_fast.training.tree import ConfigError
@@ -42,10 +43,7 @@ def run_addition(
         raise ConfigError(f"--tol must be in [0, 1), got {','.join(map(str, tols))}")
     for run in runs:
         if not (Path(run) / "config.yaml").exists():
-            raise ConfigError(
-                f"{run} is not a run folder: it has no config.yaml (an Ouro model is evaluated "
-                "with --tasks or --text)"
-            )
+            raise ConfigError(_no_run(run))
     loaded = {str(run): load_model(run, step) for run in runs}
     accuracy: dict[str, Curve] = {}
     adaptive: dict[str, Curves] = {}
@@ -115,6 +113,17 @@ def _adaptive_table(found: Curves) -> str:
             row += [f"{point.turns:.1f}", f"{point.accuracy:.1%}", f"{point.at_limit:.1%}"]
         rows.append(row)
     return right_aligned(rows)
+
+
+def _no_run(path: str) -> str:
+    """What to say of a path that is no run folder."""
+    try:
+        check_exists(path)
+        check_folder(path)
+    except ValueError as error:
+        return str(error)
+    why = "it has no config.yaml" if Path(path).exists() else "there is no such folder"
+    return f"{path} is not a run folder: {why} (an Ouro model is evaluated with --tasks or --text)"
 
 
 def _table(accuracy: dict[str, dict[int, float]]) -> str:

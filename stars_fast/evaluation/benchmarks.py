@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from stars_fast.data.chat import MESSAGE_END
 from stars_fast.evaluation.harness import index_tasks, is_yaml
+from stars_fast.files import check_utf8
 from stars_fast.training.tree import ConfigError
 
 
@@ -131,6 +132,10 @@ def _with_local_data(index: Any, name: str, data: Path, folder: Path) -> str:
     rows = data / f"{label}.jsonl"
     if not rows.is_file():
         raise ConfigError(f"--data must hold {rows.name} for the task {name}, got {data}")
+    try:
+        check_utf8(rows)
+    except ValueError as error:
+        raise ConfigError(f"--data: {error}") from error
     entry = None if is_yaml(name) else index.task_index[_lm_eval_name(name)]
     own = Path(name).resolve() if entry is None else entry.yaml_path
     if own is None:

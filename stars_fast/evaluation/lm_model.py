@@ -12,18 +12,23 @@ from collections import deque
 from typing import Any, get_args
 
 import torch
-from lm_eval.api.registry import register_model
-from lm_eval.models.huggingface import HFLM
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
 
-from stars_fast.data.chat import MESSAGE_END
-from stars_fast.evaluation.recording import Recording
-from stars_fast.models.adaptive import Per
-from stars_fast.models.ouro import OuroForCausalLM, count_turns
-from stars_fast.models.ouro.config import check_config
-from stars_fast.models.ouro.exits import TurnCount
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.optional import need
+
+need("lm_eval", "evaluations with lm-eval")  # before the imports below, which would not say how
+
+from lm_eval.api.registry import register_model  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from torch import Tensor  # noqa: E402
+from transformers import StoppingCriteria, StoppingCriteriaList  # noqa: E402
+
+from stars_fast.data.chat import MESSAGE_END  # noqa: E402
+from stars_fast.evaluation.recording import Recording  # noqa: E402
+from stars_fast.models.adaptive import Per  # noqa: E402
+from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
+from stars_fast.models.ouro.config import check_config  # noqa: E402
+from stars_fast.models.ouro.exits import TurnCount  # noqa: E402
+from stars_fast.training.tree import ConfigError  # noqa: E402
 
 
 @register_model("stars_fast")

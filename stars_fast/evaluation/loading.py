@@ -34,6 +34,7 @@ def find_model(path: str, step: int | None) -> ModelSource:
 
     Raises ConfigError if there is none, or it is not Ouro's.
     """
+    from stars_fast.models.folders import check_exists, check_folder
     from stars_fast.models.ouro.export import BASE
     from stars_fast.training.config import load_config
     from stars_fast.training.run_folder import RunFolder
@@ -45,8 +46,11 @@ def find_model(path: str, step: int | None) -> ModelSource:
         found = int("".join(filter(str.isdecimal, checkpoint.name)))
         identity = {"run": str(folder.path.resolve()), "step": found, "files": _stamps(checkpoint)}
         return ModelSource(path, found, config.name, identity, config.trained_turns)
-    if folder.config.exists() or folder.checkpoints.exists():
-        raise ConfigError(f"{path} is no run of an Ouro model ({BASE}/config.json is missing)")
+    try:
+        check_exists(path)
+        check_folder(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if step is not None:
         raise ConfigError(f"--step: expected none for a checkpoint, which {path} is, got {step}")
     kind, revision = _read_config(path)
@@ -113,13 +117,13 @@ def _read_config(path: str) -> tuple[str, str | None]:
     from transformers import PretrainedConfig
     from transformers.utils.hub import cached_file, extract_commit_hash
 
+    from stars_fast.models.folders import EXPECTED
+
     try:
         values, _ = PretrainedConfig.get_config_dict(path)
         found = None if Path(path).is_dir() else cached_file(path, "config.json")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: neither a run folder nor an Ouro checkpoint: {error}"
-        ) from error
+        raise ConfigError(f"{path}: can't be loaded ({error}); expected {EXPECTED}") from error
     return str(values.get("model_type")), extract_commit_hash(found, None)
 
 

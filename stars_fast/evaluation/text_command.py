@@ -21,6 +21,7 @@ from stars_fast.evaluation.loading import (
 )
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.text_loss import TextLoss, text_loss
+from stars_fast.files import read_text
 from stars_fast.tables import right_aligned
 from stars_fast.training.durable import write_text
 from stars_fast.training.tree import ConfigError
@@ -99,9 +100,9 @@ def read_texts(options: TextOptions) -> Iterator[str]:
 
     if Path(options.text).suffix == ".txt":
         try:
-            yield Path(options.text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--text {options.text}: can't be read: {error}") from error
+            yield read_text(options.text)
+        except ValueError as error:
+            raise ConfigError(f"cannot read --text {error}") from error
         return
     try:
         where = ChatDataConfig(source=options.text, subset=options.subset, split=options.split)

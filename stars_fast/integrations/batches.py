@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,47 @@ from stars_fast.training.samples import Samples
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What transformers' collators add for attention kernels that take packed documents."""
 
+_NO_TARGET = -100
 
-def samples_of(batch: Mapping[str, Any]) -> Samples:
+
+@dataclass(frozen=True)
+class Collated(Samples):
+    """The samples of a collated batch [B, S], without what pads alone make up.
+
+    places: where the rest is, [n] int64: rows of the batch or, of packed documents, tokens of all
+        rows one after the other; None for everywhere.
+    """
+
+    places: Tensor | None = None
+
+    def of(self, x: Tensor) -> Tensor:
+        """The samples in x [B, S, ...]: its rows, or [1, tokens, ...] of packed documents."""
+        if self.packed:
+            x = x.reshape(1, -1, *x.shape[2:])
+        if self.places is None:
+            return x
+        return x.index_select(1 if self.packed else 0, self.places.to(x.device))
+
+
+def samples_of(batch: Mapping[str, Any], pad_id: int | None = None) -> Collated:
     """Rows less their pads, or packed documents, of `input_ids` [B, S]; on the host.
 
-    Documents are told by `cu_seq_lens_q` (B = 1), or by `position_ids` without an `attention_mask`:
-    a row begins one, and a token whose position is not above that of the one before it. Their
-    bounds count from the first token of the first row through all rows.
+    Documents are told by `cu_seq_lens_q`, or by `position_ids` without an `attention_mask`: a row
+    begins one, and a token whose position is not above that of the one before it. Their bounds
+    count from the first token of the first row through all rows.
+
+    No sample is made of pads alone. Such are rows without a real token, tokens behind the last
+    bound, and documents of nothing but the pad token that have no target among their `labels`: TRL
+    fills a packed row up to a multiple of a length with documents of one pad each.
+
+    Args:
+        batch: as a collator gives it.
+        pad_id: the pad token. Without it, it is the token of the last two documents of a batch (or
+            of the first two), where each is of this one token.
 
     Raises:
-        ValueError: no `input_ids`, or an `attention_mask` of another shape.
+        ValueError: no `input_ids`; an `attention_mask` of another shape, or one with pads between
+            real tokens; bounds that do not fit.
     """
     tokens = batch.get("input_ids")
     if tokens is None:
@@ -31,21 +63,80 @@ def samples_of(batch: Mapping[str, Any]) -> Samples:
     bounds, mask, positions = (
         batch.get(name) for name in ("cu_seq_lens_q", "attention_mask", "position_ids")
     )
+    real = None if mask is None else _real(mask, tokens)
+    if bounds is None and real is not None:
+        return _rows(real)
     if bounds is not None:
-        return _packed(bounds.long().cpu())
-    if mask is not None:
-        if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
-            found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-            raise ValueError(f"attention_mask: expected {list(tokens.shape)}, got {found}")
-        real = mask.cpu() != 0
-        return Samples(len(tokens), None if real.all() else real)
-    if positions is not None:
+        bounds = _checked(bounds, tokens.numel())
+    elif positions is not None:
         given = positions.expand(tokens.shape).cpu()
         begins = F.pad(given[:, 1:] <= given[:, :-1], (1, 0), value=True).flatten()
-        return _packed(torch.nonzero(F.pad(begins, (0, 1), value=True)).squeeze(1))
-    return Samples(len(tokens))
+        bounds = torch.nonzero(F.pad(begins, (0, 1), value=True)).squeeze(1)
+    else:
+        return Collated(len(tokens))
+    return _packed(bounds, tokens, batch.get("labels"), real, pad_id)
 
 
-def _packed(bounds: Tensor) -> Samples:
-    bounds = bounds.unique_consecutive()  # no empty documents
-    return Samples(len(bounds) - 1, None, bounds)
+def _real(mask: Any, tokens: Tensor) -> Tensor:
+    """[B, S] bool on the host, from an attention mask. Raises ValueError for another shape."""
+    if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
+        found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask: expected {list(tokens.shape)}, got {found}")
+    return mask.cpu() != 0
+
+
+def _rows(real: Tensor) -> Collated:
+    begins = F.pad(real, (1, 0))[:, :-1] < real
+    if (begins.sum(1) > 1).any():
+        raise ValueError(
+            "attention_mask: expected the real tokens of a row to stand together, got pads between "
+            "them"
+        )
+    kept = real.any(1)
+    places = None if kept.all() else kept.nonzero().squeeze(1)
+    real = real[kept]
+    return Collated(len(real), None if real.all() else real, places=places)
+
+
+def _checked(bounds: Any, total: int) -> Tensor:
+    """int64 on the host. Raises ValueError for what is no rising bounds within `total`."""
+    bounds = torch.as_tensor(bounds).long().cpu()
+    fits = bounds.dim() == 1 and len(bounds) > 1 and bounds[0] == 0 and bounds[-1] <= total
+    if not fits or (bounds.diff() < 0).any():
+        raise ValueError(
+            f"cu_seq_lens_q: expected bounds that rise from 0 to at most {total}, got "
+            f"{bounds.tolist()}"
+        )
+    return bounds
+
+
+def _packed(
+    bounds: Tensor, tokens: Tensor, labels: Any, real: Tensor | None, pad_id: int | None
+) -> Collated:
+    """The documents between `bounds` that hold a real token, and only their real tokens."""
+    total, lengths = tokens.numel(), bounds.diff()
+    ids = tokens.flatten().cpu()
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    counted = torch.ones(len(owner), dtype=torch.bool)
+    if real is not None:
+        counted &= real.flatten()[: len(owner)]
+    full = ids != (_shared(ids, lengths) if pad_id is None else pad_id)
+    if labels is not None:
+        full |= labels.flatten().cpu() != _NO_TARGET
+    content = torch.zeros_like(lengths).index_add_(0, owner, full[: len(owner)].long())
+    counted &= content[owner] > 0
+    kept = torch.zeros_like(lengths).index_add_(0, owner, counted.long())
+    kept = kept[kept > 0]
+    places = None if counted.sum() == total else counted.nonzero().squeeze(1)
+    return Collated(len(kept), None, F.pad(kept.cumsum(0), (1, 0)), places)
+
+
+def _shared(ids: Tensor, lengths: Tensor) -> int:
+    """The token of the last two documents, or of the first two, where each is of this one token;
+    -1, which no token is, elsewhere."""
+    ones = lengths[lengths > 0] == 1
+    end = int(lengths.sum())
+    for documents, pair in ((ones[-2:], ids[end - 2 : end]), (ones[:2], ids[:2])):
+        if len(documents) == 2 and documents.all() and pair[0] == pair[1]:
+            return int(pair[0])
+    return -1

@@ -11,17 +11,20 @@ Shapes: B batch, S tokens, D model width.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from stars_fast.checks import check_integer
+from stars_fast.checks import check_kind
 from stars_fast.dual.run import first_output
-from stars_fast.integrations.batches import PACKED, samples_of
+from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.looped_block import looped_block
@@ -47,7 +50,7 @@ class _Micro(NamedTuple):
     step: int
     place: int
     turns: int | None
-    samples: Samples
+    samples: Collated
     numbers: list[int]
     share: float
 
@@ -60,7 +63,9 @@ class JacobianPenalty(_Trainer):
     over its micro-batches and processes. R is the mean over all samples of the same step, so that a
     batch may be split among micro-batches and processes as one likes. A sample is a row of the
     batch less its pads, or a packed document (`cu_seq_lens_q`, or `position_ids` without a mask,
-    which begin anew with each document), with a direction v of its own. Depth and v follow from
+    which begin anew with each document), with a direction v of its own. What is made of pads alone
+    is none: a row, or a document of the pad token without a target, such as those with which TRL's
+    `padding_free` fills up to `pad_to_multiple_of`. Depth and v follow from
     `args.seed`, the step and the sample's place in it: all processes run as many turns, and a
     resumed run repeats them.
 
@@ -85,7 +90,8 @@ class JacobianPenalty(_Trainer):
         penalty: all settings of the penalty, instead of `penalty_weight`.
 
     Raises:
-        TypeError: a model with no turn, or one of another kind.
+        TypeError: a model with no turn, or one of another kind; an argument of the wrong type, or
+            of a name that no class here has; no Trainer after this among the bases, or before it.
         ValueError: both `penalty` and `penalty_weight`; `turns` for a model without a choice; a
             penalty with at="last", draw="micro-batches" or direction="step"; DataParallel, FSDP,
             DeepSpeed, tensor, context or sequence parallelism, or `torch_compile`.
@@ -99,10 +105,10 @@ class JacobianPenalty(_Trainer):
         penalty: PenaltyConfig | None = None,
         **kwargs: Any,
     ) -> None:
-        if penalty is not None and penalty_weight is not None:
-            raise ValueError("penalty_weight: expected None when penalty is given, got both")
-        if penalty is None:
-            penalty = PenaltyConfig() if penalty_weight is None else PenaltyConfig(penalty_weight)
+        _check_arguments(self, args, kwargs)
+        penalty = _settings(penalty_weight, penalty)
+        if turns is not None and not isinstance(turns, DepthLaw):
+            _check_turns(turns)
         for name, only in (("at", "next"), ("draw", "samples"), ("direction", "random")):
             if getattr(penalty, name) != only:
                 raise ValueError(
@@ -115,14 +121,25 @@ class JacobianPenalty(_Trainer):
         self._micros: deque[_Micro] = deque()
         self._meter = _Meter(self.args.device)
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(JacobianPenalty)]
+        for base in before:
+            if "compute_loss" in vars(base) and not issubclass(base, JacobianPenalty):
+                raise TypeError(
+                    f"{cls.__name__}: expected JacobianPenalty before {base.__name__} among the "
+                    f"bases, class {cls.__name__}(JacobianPenalty, {base.__name__}), got it after"
+                )
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As the Trainer's; the batches of an optimiser step are known here, and planned."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._micros = deque(self._plan([samples_of(batch) for batch in batches]))
+        pad = _pad_id(self)
+        self._micros = deque(self._plan([samples_of(batch, pad) for batch in batches]))
         self._meter.windows += 1
         return batches, items
 
-    def _plan(self, samples: list[Samples]) -> list[_Micro]:
+    def _plan(self, samples: list[Collated]) -> list[_Micro]:
         """The micro-batches of this process, from the samples in them."""
         step, window = self.state.global_step, len(samples)
         rank, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -139,7 +156,7 @@ class JacobianPenalty(_Trainer):
                 seed = derive(self.args.seed, "depth")
                 turns = self.depth.sample(seed, step, place, window)
             numbers = list(range(end - each.count, end))
-            share = each.count * processes / ends[-1]
+            share = each.count * processes / max(1, ends[-1])
             micros.append(_Micro(step, place, turns, each, numbers, share))
         return micros
 
@@ -180,25 +197,31 @@ class JacobianPenalty(_Trainer):
         return (total, outputs) if return_outputs else total
 
     def _penalty(self, h: Tensor, micro: _Micro, position_ids: Tensor | None) -> Tensor:
-        """Mean over the samples of ||J v||^2 at h [B, S, D], a scalar."""
+        """Mean over the samples of ||J v||^2 at h [B, S, D], a scalar; 0 without a sample."""
         samples, seed = micro.samples, self.args.seed
+        if samples.count == 0:
+            return h.new_zeros(())
         if samples.packed:
-            h, position_ids = h.reshape(1, -1, h.shape[-1]), None
-        numbers = micro.numbers
+            position_ids = None  # relative ones are all that matters, and the bounds give them
+        elif position_ids is not None and len(position_ids) > 1:
+            position_ids = samples.of(position_ids)
+        h = samples.of(h)
+        numbers, mask, bounds = micro.numbers, samples.mask, samples.cu_seqlens
         number = drawn_number(self.penalty.fraction, samples.count)
         if number < samples.count:
             chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
             part = samples.take(chosen)
             if position_ids is not None and len(position_ids) > 1 and not samples.packed:
                 position_ids = part.of(position_ids)
-            h, samples, numbers = part.of(h), part.samples, [numbers[i] for i in chosen]
-        v = sample_noise(h, samples, seed, micro.step, numbers)
-        mask = None if samples.mask is None else samples.mask.to(h.device, non_blocking=True)
+            h, numbers = part.of(h), [numbers[i] for i in chosen]
+            mask, bounds = part.samples.mask, part.samples.cu_seqlens
+        v = sample_noise(h, Samples(len(numbers), mask, bounds), seed, micro.step, numbers)
+        mask = None if mask is None else mask.to(h.device, non_blocking=True)
         block = looped_block(
             self.model,
             attention_mask=mask,
             position_ids=position_ids,
-            cu_seqlens=samples.cu_seqlens,
+            cu_seqlens=bounds,
         )
         with self.accelerator.autocast():
             return fused_jsrr(
@@ -206,7 +229,7 @@ class JacobianPenalty(_Trainer):
                 h,
                 v=v,
                 mask=mask,
-                cu_seqlens=samples.cu_seqlens,
+                cu_seqlens=bounds,
                 power_steps=self.penalty.power_steps,
                 normalize=self.penalty.normalize,
                 detach=self.penalty.detach,
@@ -257,6 +280,53 @@ class _Meter:
         return row
 
 
+def _check_arguments(trainer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for what the Trainer would take for something else, or fail on later."""
+    own = type(trainer).__mro__
+    trainers = own[own.index(JacobianPenalty) + 1 :]
+    if not any(hasattr(base, "compute_loss") for base in trainers):
+        raise TypeError(
+            "JacobianPenalty: expected a Trainer after it among the bases, such as "
+            f"class StarsTrainer(JacobianPenalty, Trainer), got {type(trainer).__name__} without"
+        )
+    # The Trainer itself says if it gets none; TRL's loads one by its name.
+    model = kwargs.get("model", args[0] if args else None)
+    by_name = isinstance(model, str) and any(b.__module__.startswith("trl.") for b in trainers)
+    if model is not None and not by_name and not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    known = inspect.signature(trainers[0]).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return
+    names = [*known, *inspect.signature(JacobianPenalty).parameters]
+    for name in kwargs.keys() - known.keys():
+        near = get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TypeError(f"{name}: expected an option of {trainers[0].__name__}{hint}")
+
+
+def _settings(weight: Any, penalty: Any) -> PenaltyConfig:
+    """The settings that the arguments penalty_weight and penalty say."""
+    if penalty is not None and weight is not None:
+        raise ValueError("penalty_weight: expected None when penalty is given, got both")
+    if penalty is not None:
+        if not isinstance(penalty, PenaltyConfig):
+            raise TypeError(f"penalty: expected a PenaltyConfig or None, got {penalty!r}")
+        return penalty
+    if weight is None:
+        return PenaltyConfig()
+    check_kind("penalty_weight", weight, float)
+    if not 0 <= weight <= 1:
+        raise ValueError(f"penalty_weight: expected a number in [0, 1], got {weight!r}")
+    return PenaltyConfig(float(weight))
+
+
+def _check_turns(turns: Any) -> None:
+    whole = isinstance(turns, Integral) and not isinstance(turns, bool)
+    if not whole or turns < 1:
+        kind = ValueError if whole else TypeError
+        raise kind(f"turns: expected a DepthLaw, a positive integer or None, got {turns!r}")
+
+
 def _check_launch(trainer: Any) -> None:
     """Raise ValueError for the ways to run in which the penalty would be wrong or fail."""
     if trainer.args.n_gpu > 1:
@@ -272,6 +342,22 @@ def _check_launch(trainer: Any) -> None:
     ):
         if found:
             raise ValueError(f"args: expected DistributedDataParallel or one process, got {name}")
+
+
+def _pad_id(trainer: Any) -> int | None:
+    """The token that the batches are padded with; None where nobody says."""
+    collator, processor = trainer.data_collator, trainer.processing_class
+    for owner in (
+        collator,
+        getattr(collator, "tokenizer", None),
+        processor,
+        getattr(processor, "tokenizer", None),
+        trainer.model.config,
+    ):
+        found = getattr(owner, "pad_token_id", None)
+        if found is not None:
+            return int(found)
+    return None
 
 
 def _block_of(model: Any) -> OuroTurn | DecoderStack:
@@ -295,7 +381,6 @@ def _depth_law(model: Any, turns: DepthLaw | int | None) -> DepthLaw | None:
     if isinstance(turns, DepthLaw):
         return turns
     number = model.config.total_ut_steps if turns is None else turns
-    check_integer("turns", number, 1)
     return DepthLaw(law="fixed", value=number, low=number, high=number)
 
 

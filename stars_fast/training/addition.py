@@ -22,6 +22,7 @@ from stars_fast.training.config import EvalConfig, RunConfig, load_config
 from stars_fast.training.distributed import World
 from stars_fast.training.loop import Loop, Turn, matrix_weights
 from stars_fast.training.losses import token_loss
+from stars_fast.training.precision import parameter_dtype
 from stars_fast.training.run_folder import RunFolder
 from stars_fast.training.samples import Samples
 from stars_fast.training.seeds import derive
@@ -190,13 +191,15 @@ class Task:
 
 
 def make_model(config: Config) -> LoopedLM:
-    """The model of `config` with its initial weights, a function of the seed."""
+    """The model of `config` with its initial weights, a function of the seed, in the dtype that its
+    precision keeps weights in."""
     torch.manual_seed(derive(config.seed, "init"))
-    return LoopedLM(config.model)
+    return LoopedLM(config.model).to(parameter_dtype(config.precision))
 
 
 def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Config]:
-    """The model of a run, at `step` or its newest checkpoint, and the run's configuration.
+    """The model of a run, at `step` or its newest checkpoint, in the dtype that the run keeps its
+    weights in, and the run's configuration.
 
     Raises ConfigError if the run or the checkpoint is not there, or is of another task.
     """
@@ -206,6 +209,6 @@ def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Con
     config = load_config(str(folder.config))
     if not isinstance(config, Config):
         raise ConfigError(f"{path} is a run of the task {config.task}, not of the addition study")
-    model = LoopedLM(config.model)
+    model = LoopedLM(config.model).to(parameter_dtype(config.precision))
     load_weights(folder.checkpoint(step), model)
     return model, config

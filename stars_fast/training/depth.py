@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from scipy import special
 
-from stars_fast.checks import check_integer
+from stars_fast.checks import check_integer, check_types
 
 LAWS = ("lognormal", "poisson", "uniform", "fixed")
 
@@ -57,6 +57,7 @@ class DepthLaw:
     curriculum_steps: int = 0
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.law not in LAWS:
             raise ValueError(f"law must be one of {LAWS}, got {self.law!r}")
         for name in ("low", "high", "value"):

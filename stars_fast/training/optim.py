@@ -67,17 +67,21 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
     wsd: lr, and over the last d steps lr (1 - (1 - m) q), q = 1/d, 2/d, ..., 1.
     w = warmup_steps and d = decay_steps, or the nearest whole number to a fraction's steps.
     """
-    warmup = _whole(config.warmup_steps, steps)
+    warmup, decay = schedule_steps(config, steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.schedule == "cosine":
         progress = (step - warmup) / max(steps - 1 - warmup, 1)
         fall = (1.0 - math.cos(math.pi * min(progress, 1.0))) / 2.0
     else:
-        decay = _whole(config.decay_steps, steps)
         into = step - (steps - decay) + 1
         fall = min(max(into / decay, 0.0), 1.0) if decay else 0.0
     return config.lr * (1.0 - (1.0 - config.min_lr_ratio) * fall)
+
+
+def schedule_steps(config: OptimConfig, steps: int) -> tuple[int, int]:
+    """w and d of `learning_rate` in a run of `steps`."""
+    return _whole(config.warmup_steps, steps), _whole(config.decay_steps, steps)
 
 
 def _whole(length: float, steps: int) -> int:

@@ -9,6 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from stars_fast.checks import check_types
+
 
 @dataclass
 class PenaltyConfig:
@@ -46,6 +48,7 @@ class PenaltyConfig:
     direction: Literal["random", "step"] = "random"
 
     def __post_init__(self) -> None:
+        check_types(self)
         for name, choices in (
             ("weighting", ("convex", "additive")),
             ("normalize", ("sample", "batch")),

@@ -4,6 +4,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from stars_fast.files import read_text
 from stars_fast.training import tree
 from stars_fast.training.optional import need
 from stars_fast.training.tree import ConfigError
@@ -41,15 +42,16 @@ def _recipe_text(recipe: str) -> str:
         path = path / "config.yaml"
     if path.suffix in (".yaml", ".yml"):
         try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+            return read_text(path)
+        except ValueError as error:
+            raise ConfigError(f"cannot read the recipe {error}") from error
     names = recipe_names()
     if recipe not in names:
         raise ConfigError(
             f"no recipe, YAML file or run folder named {recipe!r}; recipes: {', '.join(names)}"
         )
-    return (resources.files("stars_fast") / "recipes" / f"{recipe}.yaml").read_text()
+    file = resources.files("stars_fast") / "recipes" / f"{recipe}.yaml"
+    return file.read_text(encoding="utf-8")
 
 
 def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:
@@ -58,6 +60,8 @@ def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:
         mapping = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"recipe {recipe} is not YAML: {error}") from error
+    if mapping is None:
+        raise ConfigError(f"recipe {recipe} is empty: expected a mapping of settings")
     if not isinstance(mapping, dict):
         raise ConfigError(f"recipe {recipe} must be a mapping, got {type(mapping).__name__}")
     return mapping

@@ -1,5 +1,6 @@
 """The folder of a run: where its configuration, metrics, checkpoints and figures lie."""
 
+import difflib
 import json
 import os
 import platform
@@ -56,6 +57,24 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.results = self.path / "results.json"
         self.checkpoints = self.path / "checkpoints"
+
+    def nothing_to_resume(self) -> str | None:
+        """Why there is no run to continue here, with the nearest run beside it; None if there is
+        one, or something that `refusal` names."""
+        try:
+            if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+                return None
+        except OSError:
+            return None
+        what = "is empty" if self.path.exists() else "does not exist"
+        places = dict.fromkeys((self.path.parent, Path("runs")))
+        runs = [str(file.parent) for place in places for file in place.glob("*/config.yaml")]
+        near = difflib.get_close_matches(str(self.path), runs, n=1, cutoff=0.0)
+        hint = f"; the nearest run folder is {near[0]}" if near else ""
+        return (
+            f"--resume: {self.path} {what}, so there is no run to continue{hint}; to start a new "
+            "run there leave --resume out"
+        )
 
     def refusal(self, config: RunConfig, resume: bool) -> str | None:
         """Why `config` cannot be run here, or None if it can."""

@@ -24,6 +24,7 @@ from stars_fast.training.precision import rounding_warning
 from stars_fast.training.progress import Progress, banner
 from stars_fast.training.run_folder import RunFolder
 from stars_fast.training.samples import drawn_part
+from stars_fast.training.schedule import beyond_the_end
 from stars_fast.training.step import Plan, StepLoss, plan_step, train_step
 from stars_fast.training.task import Results, Task
 from stars_fast.training.trackers import check_trackers, open_trackers
@@ -56,6 +57,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         world.together(lambda: check(config, world, folder, resume))
         task: Task = task_of({"task": config.task}).Task(config, world)
         trainer = Trainer(config, task, folder, world)
+        trainer.begins_again = resume and folder.config.exists() and not trainer.step
         if world.first:
             folder.open(config, world.size)
             task.write(folder)
@@ -125,6 +127,7 @@ class Trainer:
                 "another version of data.source"
             )
         self._load()
+        self.begins_again = False
         self.notes: list[str] = []
         if config.memory.recompute != "none":
             self.notes += fit_memory(
@@ -282,6 +285,8 @@ class Trainer:
         self.log = self._open_log() if first else None
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
         start = f"continues after step {self.step}" if self.step else "starts"
+        if self.begins_again:
+            start += " anew, as there is no checkpoint to continue from"
         self.progress.say(f"run folder {where}; {start}")
         for note in (*self.task.notes(), *self.notes, *self._warnings()):
             self.progress.say(note)
@@ -320,8 +325,7 @@ class Trainer:
                 f"penalty.fraction is {part:.2f} rather than {config.penalty.fraction:g}: of the "
                 "few samples of a micro-batch a whole number is drawn, one at least"
             )
-        if never_penalises(config):
-            notes.append("penalty.start_step is not before the last step: no penalty")
+        notes += beyond_the_end(config)
         rounding = rounding_warning(
             config.precision, config.optim.stochastic_rounding, config.optim.lr
         )
@@ -351,8 +355,3 @@ class Trainer:
         training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
         if results:
             self.task.draw(results, self.folder.path)
-
-
-def never_penalises(config: RunConfig) -> bool:
-    """Whether a method with a penalty ends before its penalty starts."""
-    return config.penalised is not None and config.penalty.start_step >= config.train.total_steps

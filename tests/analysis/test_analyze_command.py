@@ -144,7 +144,7 @@ def test_nothing_is_measured_before_all_that_is_needed_is_there(
         words[-1], message = str(tmp_path / "file" / "deeper"), "file/deeper can't be made"
     elif missing == "a run":
         words.insert(2, str(home))
-        message = "neither a run folder"
+        message = "holds no config.yaml and no config.json"
     else:
         monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(words) == 2
@@ -172,17 +172,17 @@ def test_samples_from_jsonl(home, tmp_path, kind):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["{home}", *SMALL], r"neither a run folder \(it has no config.yaml\) nor an Ouro"),
+        (["{home}", *SMALL], r"holds no config.yaml and no config.json, but .*checkpoint"),
         (["{home}/sums", "--turns", "4", "--jacobian-at", "2,6"], r"--jacobian-at must be at most"),
         (["{home}/sums", "--turns", "1"], "--turns must be at least 2, got 1"),
         (["{home}/sums", "--text", "x.txt"], "--text is for Ouro"),
         (["{home}/sums", "--step", "9"], "has no checkpoint of step 9"),
         (["{home}/sums", "--device", "oven"], "--device must be cpu, cuda"),
         (["{home}/checkpoint"], "checkpoint is no run folder; for a checkpoint or a hub id give"),
-        (["{home}/nowhere"], "nowhere is no run folder; for a checkpoint or a hub id give"),
+        (["{home}/nowhere"], "nowhere does not exist: expected a run folder"),
         (["{home}/checkpoint", "--text", "{home}/missing.txt"], "--text .*missing.txt: "),
         (["{home}/checkpoint", "--text", "{home}/empty.txt"], "no samples: no text has a token"),
-        (["{home}/checkpoint", "--text", "{home}/bytes.txt"], "bytes.txt is not text in UTF-8"),
+        (["{home}/checkpoint", "--text", "{home}/bytes.txt"], "bytes.txt: expected text in UTF-8"),
     ],
 )
 def test_mistakes_are_named(home, capsys, words, message):

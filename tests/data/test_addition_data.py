@@ -206,7 +206,7 @@ def test_bad_line(tmp_path, line, reason):
 def test_line_that_is_not_text(tmp_path):
     path = tmp_path / "sums.jsonl"
     path.write_bytes(b'{"num1": "\xff\xfe"}\n')
-    with pytest.raises(ValueError, match=r"sums\.jsonl, line 1: not valid JSON"):
+    with pytest.raises(ValueError, match=r"sums\.jsonl: .*UTF-8, got byte 0xff .*\(line 1\)"):
         read_jsonl(path, 4)
 
 

@@ -356,9 +356,12 @@ def test_mistakes_are_named(checkpoint, rows, tmp_path, monkeypatch, capsys):
     (run / "checkpoints").mkdir(parents=True)
     monkeypatch.setitem(sys.modules, "vllm", None)
     for words, message in (
-        (f"{other} --tasks svamp", r"must be an Ouro model \(model_type ouro\), got 'llama'"),
+        (
+            f"{other} --tasks svamp",
+            r"must be an Ouro model \(model_type ouro in its config.json\), got 'llama'",
+        ),
         (f"{run} --tasks svamp", "is no run of an Ouro model"),
-        (f"{tmp_path}/nothing --tasks svamp", "neither a run folder nor an Ouro checkpoint"),
+        (f"{tmp_path}/nothing --tasks svamp", "nothing does not exist: expected a run folder"),
         (f"{checkpoint} --tasks svamp --step 3", "--step: expected none for a checkpoint"),
         (f"{silent} --tasks svamp", "no chat template; evaluate it with --no-chat-template"),
         (f"{checkpoint} --tasks svamp --tol 2", r"--tol must be in \[0, 1\), got 2"),

@@ -24,6 +24,7 @@ from penalised import (
 from torch import nn
 from two_processes import train as two_steps
 
+from stars_fast.integrations.transformers import JacobianPenalty
 from stars_fast.training.depth import DepthLaw
 from stars_fast.training.penalty import PenaltyConfig
 
@@ -108,6 +109,46 @@ def test_packed_documents_have_the_gradient_of_padded_ones(trained, bounds, frac
     _, packed = trained(model(), lists, flat, 4, **law)
     _, rows = trained(model(), data, padded("right"), 4, **law)
     assert_same(packed[0], rows[0], 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["ouro", "llama"])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_what_fills_a_packed_row_changes_nothing(trained, kind, fraction):
+    sft = pytest.importorskip("trl.trainer.sft_trainer")
+    data = [
+        {name: x.tolist() for name, x in row.items()} for row in documents((6, 1, 7, 8), prompt=1)
+    ]
+    law = {"penalty": PenaltyConfig(0.5, fraction=fraction)} | (
+        {"turns": 2} if kind == "ouro" else {}
+    )
+    found = []
+    for multiple in (None, 32):
+        collate = sft.DataCollatorForLanguageModeling(
+            pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple
+        )
+        net = model() if kind == "ouro" else llama()
+        trainer, steps = trained(net, data, collate, 4, **law)
+        found.append((steps[0], logged(trainer)[0]["penalty"]))
+    assert_same(found[1][0], found[0][0], 1e-10)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
+
+
+def test_a_row_of_pads_alone_changes_nothing(trained):
+    data = documents(LENGTHS)
+
+    def with_empty_rows(rows):
+        batch = padded("left")(rows)
+        return {
+            name: torch.cat([x, torch.full_like(x[:1], -100 if name == "labels" else 0)])
+            for name, x in batch.items()
+        }
+
+    found = []
+    for collate in (padded("left"), with_empty_rows):
+        trainer, steps = trained(model(), data, collate, 2, 2, penalty_weight=0.3, turns=2)
+        found.append((steps[0], logged(trainer)[0]["penalty"]))
+    assert_same(found[1][0], found[0][0], 1e-10)
+    assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -251,7 +292,7 @@ def test_what_it_can_not_train_is_refused(tmp_path):
             make(model(), args, penalty=PenaltyConfig(detach=False, **{name: got}))
     with pytest.raises(TypeError, match="decoder stack"):
         make(nn.Linear(4, 4), args)
-    with pytest.raises(ValueError, match="turns must be an integer"):
+    with pytest.raises(ValueError, match="turns: expected a DepthLaw, a positive integer or None"):
         make(model(), args, turns=0)
     trainer = make(model(), args)
     with pytest.raises(RuntimeError, match="training loop"):
@@ -262,6 +303,82 @@ def test_what_it_can_not_train_is_refused(tmp_path):
     args._n_gpu, args.torch_compile = 1, True
     with pytest.raises(ValueError, match="torch_compile"):
         make(model(), args)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        *(({"turns": value}, TypeError, "turns: expected a DepthLaw, a positive integer or None, ")
+          for value in ("4", 4.0, True, NAN, [4], {"law": "fixed"})),
+        ({"turns": -1}, ValueError, "turns: expected a DepthLaw, a positive integer or None"),
+        *(({"penalty_weight": value}, TypeError, "penalty_weight: expected a number, got ")
+          for value in ("0.1", True, [0.1], torch.tensor(0.1))),
+        ({"penalty_weight": NAN}, ValueError, "penalty_weight: expected a finite number, got nan"),
+        ({"penalty_weight": float("inf")}, ValueError, "penalty_weight: expected a finite number"),
+        ({"penalty_weight": -0.1}, ValueError, r"penalty_weight: expected a number in \[0, 1\]"),
+        ({"penalty_weight": 1.5}, ValueError, r"penalty_weight: expected a number in \[0, 1\]"),
+        *(({"penalty": value}, TypeError, "penalty: expected a PenaltyConfig or None, got ")
+          for value in ("x", {"weight": 0.1}, 0.1, True, PenaltyConfig)),
+        ({"penalty_wieght": 0.1}, TypeError, "penalty_wieght: expected an option .*penalty_weight"),
+        ({"model": lambda x: x}, TypeError, "model: expected a module, got function"),
+        ({"model": "gpt2"}, TypeError, "model: expected a module, got str"),
+        ({"model": nn.Linear(3, 3)}, TypeError, "model: expected Ouro or a decoder stack"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(tmp_path, given, kind, message):
+    options = {"model": model(), "train_dataset": documents(LENGTHS)} | given
+    with pytest.raises(kind, match=message):
+        StarsTrainer(args=arguments(tmp_path), data_collator=padded("left"), **options)
+
+
+def test_the_penalty_stands_before_the_trainer(tmp_path):
+    from transformers import Trainer
+
+    with pytest.raises(TypeError, match="Wrong: expected JacobianPenalty before Trainer among"):
+        type("Wrong", (Trainer, JacobianPenalty), {})
+    with pytest.raises(TypeError, match="JacobianPenalty: expected a Trainer after it among the"):
+        JacobianPenalty(model(), arguments(tmp_path), penalty_weight=0.1)
+
+    class Further(StarsTrainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    assert Further.__mro__.index(JacobianPenalty) < Further.__mro__.index(Trainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind", "message"),
+    [
+        ({"weight": "0.1"}, TypeError, "weight: expected a number, got '0.1'"),
+        ({"weight": True}, TypeError, "weight: expected a number, got True"),
+        ({"weight": NAN}, ValueError, "weight: expected a finite number, got nan"),
+        ({"start_step": "3"}, TypeError, "start_step: expected an integer, got '3'"),
+        ({"ramp_steps": 1.5}, TypeError, "ramp_steps: expected an integer, got 1.5"),
+        ({"power_steps": True}, TypeError, "power_steps: expected an integer, got True"),
+        ({"detach": "no"}, TypeError, "detach: expected true or false, got 'no'"),
+        ({"fraction": "0.5"}, TypeError, "fraction: expected a number, got '0.5'"),
+    ],
+)
+def test_wrong_settings_of_the_penalty_are_named(settings, kind, message):
+    with pytest.raises(kind, match=message):
+        PenaltyConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mu": "1"}, "mu: expected a number, got '1'"),
+        ({"high": 4.0}, "high: expected an integer, got 4.0"),
+        ({"stratified": 1}, "stratified: expected true or false, got 1"),
+        ({"law": 3}, "law: expected text, got 3"),
+    ],
+)
+def test_wrong_settings_of_the_depth_are_named(settings, message):
+    with pytest.raises(TypeError, match=message):
+        DepthLaw(**settings)
 
 
 def test_batches_without_bounds_are_refused(trained):

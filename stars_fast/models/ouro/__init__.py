@@ -5,6 +5,9 @@ Importing this package registers the model with `AutoConfig`, `AutoModel` and
 """
 
 from stars_fast.quiet import quiet_import
+from stars_fast.training.optional import need
+
+need("transformers", "Ouro models")  # before the imports below, which would not say how
 
 with quiet_import():
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

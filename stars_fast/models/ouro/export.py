@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from stars_fast.checks import check_integer
+from stars_fast.models.folders import EXPECTED, check_exists, check_folder
 from stars_fast.models.ouro.config import OuroConfig, check_config
 
 # The end of a ChatML turn, `<|im_end|>`: the published tokenizers give it id 2, while eos, bos and
@@ -112,17 +113,17 @@ def model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
         model.tie_weights()  # the copy from the meta device has parted them
         load_weights(checkpoint, model)
         return model, str(base)
-    if (Path(run) / "checkpoints").exists():
-        raise ConfigError(
-            f"{run} is no run of an Ouro model ({BASE}/config.json is missing); the models of the "
-            "addition study have no public layout"
-        )
+    try:
+        check_exists(run)
+        check_folder(run)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     if step is not None:
         raise ConfigError(f"step: expected none for a checkpoint, which {run} is, got {step}")
     try:
         return OuroForCausalLM.from_pretrained(run, dtype="auto"), str(run)
     except OSError as error:
-        raise ConfigError(f"{run}: neither a run folder nor an Ouro checkpoint: {error}") from error
+        raise ConfigError(f"{run}: can't be loaded ({error}); expected {EXPECTED}") from error
 
 
 def drop_stale_weights(folder: Path) -> None:

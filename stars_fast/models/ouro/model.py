@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from stars_fast.dual.tensor import Dual
 from stars_fast.models.adaptive import AdaptiveDepth, Per
+from stars_fast.models.folders import check_folder
 from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context
@@ -70,8 +71,11 @@ class OuroPreTrainedModel(PreTrainedModel):
         """As transformers', and strict.
 
         Raises:
-            ValueError: keys are missing, not expected or of another shape; all are named.
+            ValueError: a folder holds no whole Ouro checkpoint; keys are missing, not expected or
+                of another shape; all are named.
         """
+        if kwargs.keys().isdisjoint(("subfolder", "variant", "state_dict")):
+            check_folder(pretrained_model_name_or_path)
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.pop("trust_remote_code", None)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the others

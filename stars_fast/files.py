@@ -1,0 +1,59 @@
+"""Text from files that users give: UTF-8, or an error that names the file and the place."""
+
+from __future__ import annotations
+
+import codecs
+from pathlib import Path
+
+_CHUNK = 1 << 20
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file in UTF-8, with or without a byte order mark, which is left out.
+
+    Raises:
+        ValueError: the file can't be read, or is not UTF-8; it names the file, and the byte and
+            line.
+    """
+    check_utf8(path)
+    return Path(path).read_text(encoding="utf-8-sig")
+
+
+def check_utf8(path: str | Path) -> None:
+    """Raise ValueError as `read_text` does; the file is never in memory as a whole."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    done, lines = 0, 1
+    try:
+        with Path(path).open("rb") as file:
+            while True:
+                chunk = file.read(_CHUNK)
+                kept = len(decoder.getstate()[0])
+                if done == 0 and chunk[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                    raise ValueError(_refusal(path, "a file that begins as UTF-16 does", "UTF-16"))
+                if (place := chunk.find(b"\0")) >= 0:
+                    where = _place(done + place, lines + chunk[:place].count(b"\n"))
+                    raise ValueError(_refusal(path, f"a zero byte {where}", "UTF-16"))
+                try:
+                    decoder.decode(chunk, final=not chunk)
+                except UnicodeDecodeError as error:
+                    bad = error.object[error.start]
+                    before = error.object[: error.start].count(b"\n")
+                    where = _place(done - kept + error.start, lines + before)
+                    raise ValueError(_refusal(path, f"byte {bad:#04x} {where}", "LATIN1")) from None
+                if not chunk:
+                    return
+                done += len(chunk)
+                lines += chunk.count(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from error
+
+
+def _place(byte: int, line: int) -> str:
+    return f"at position {byte} (line {line})"
+
+
+def _refusal(path: str | Path, found: str, encoding: str) -> str:
+    return (
+        f"{path}: expected text in UTF-8, got {found}; convert it, such as by "
+        f"iconv -f {encoding} -t UTF-8"
+    )
