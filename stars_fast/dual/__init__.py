@@ -1,7 +1,16 @@
 """The dual pass: `Dual`, the rules that answer torch functions, and what a pass needs around it."""
 
 # Importing a module of rules registers them.
-from stars_fast.dual import arithmetic, functional, reductions, structural, values
+from stars_fast.dual import arithmetic, functional, modules, reductions, rotary, structural, values
 from stars_fast.dual.tensor import Dual
 
-__all__ = ["Dual", "arithmetic", "functional", "reductions", "structural", "values"]
+__all__ = [
+    "Dual",
+    "arithmetic",
+    "functional",
+    "modules",
+    "reductions",
+    "rotary",
+    "structural",
+    "values",
+]

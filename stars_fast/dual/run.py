@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.modules import adopt
 from stars_fast.dual.scope import dual_scope
 from stars_fast.dual.tensor import Dual
 from stars_fast.ops.spans import masks_of_one_pass
@@ -31,7 +30,6 @@ def dual_pass(
     Raises:
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
-    adopt(block)
     with dual_scope(), masks_of_one_pass():
         output = first_output(block(Dual(stack), *args, **kwargs))
     if type(output) is not Dual:
