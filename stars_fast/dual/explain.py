@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.names import Names
 from stars_fast.dual.registry import observe
 from stars_fast.dual.run import dual_pass
 from stars_fast.ops.library import watch
@@ -81,9 +82,20 @@ def explain(
     backends: dict[str, str] = {}
     picked: list[str] = []
 
+    def rename(old: str, new: str, n: int) -> None:
+        seen[old, "fused"] -= n
+        seen[new, "fused"] += 1
+        backends[new] = backends[old]
+        if not seen[old, "fused"]:
+            del seen[old, "fused"], backends[old]
+
+    names = Names(rename)
+
     def note(name: str, kind: str) -> None:
         if kind == "primal":
             return
+        if kind == "fused":
+            name = names.alias or name
         seen[name, kind] += 1
         if kind == "fused":
             known = backends.get(name, "").split("+")
@@ -93,7 +105,7 @@ def explain(
     stop = observe(note)
     watch(picked.append)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), names.watching():
             dual_pass(block, torch.stack((h, torch.ones_like(h))), args, kwargs or {})
     finally:
         watch(None)

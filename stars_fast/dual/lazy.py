@@ -42,10 +42,9 @@ class Step:
         run: runs the op, or a fused one that gives the same, and returns its result.
         mode: grad mode, and autocast's dtype or None, when it was called.
         held: tensors that must not change before it runs, with their versions.
-        label: a name for `explain`.
     """
 
-    __slots__ = ("dtype", "held", "kind", "label", "mode", "of", "run", "shape", "value")
+    __slots__ = ("dtype", "held", "kind", "mode", "of", "run", "shape", "value")
 
     def __init__(
         self, kind: str, of: Dual, value: Any, dtype: torch.dtype, shape: torch.Size, mode: Mode
@@ -54,7 +53,6 @@ class Step:
         self.dtype, self.shape, self.mode = dtype, shape, mode
         self.run: Callable[[], Any] = _nothing
         self.held: list[tuple[Tensor, int]] = []
-        self.label: str | None = None
 
 
 def _nothing() -> None:

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from stars_fast import ops
 from stars_fast.dual.lazy import (
+    check_held,
+    device_of,
     dtype_of,
     is_open,
     is_plain,
     mode_of,
-    device_of,
     recorder,
     shape_of,
     step_of,
@@ -101,18 +102,12 @@ def cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
             return None
         eps, weight = norm.value
         if weight is not None:
-            _check(x)
+            check_held(x.step)
             return _run_norm(norm.of, eps, weight, dtype)
         return _norm(norm.of, eps, None, dtype)
     if x.step is None and is_open(x) and dtype in _WIDE and dtype != x.stack.dtype:
         return wait("cast", x, (func, args, kwargs), dtype=dtype)
     return None
-
-
-def _check(x: Dual) -> None:
-    from stars_fast.dual.lazy import check_held
-
-    check_held(x.step)
 
 
 # -- RMSNorm
@@ -257,7 +252,7 @@ def _run_norm(x: Dual, eps: float, weight: Tensor | None, dtype: torch.dtype) ->
 def _done(name: str, result: Dual, parts: tuple) -> Dual:
     """The result of a fused op; `explain` wants to know what it is made of."""
     if observed():
-        result.made = name, parts
+        result.stack.made = name, parts  # type: ignore[attr-defined]
     report(name, "fused")
     return result
 
@@ -284,10 +279,10 @@ def norm_product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
         elif step.kind == "rsqrt":
             result = _normalise(other, *step.value)
             if result is not None:
-                _check(x)
+                check_held(x.step)
                 return result
         elif step.value[1] is None and _is_weight(x, other):
-            _check(x)
+            check_held(x.step)
             dtype = torch.promote_types(step.dtype, other.dtype)
             return _weighted(step.of, step.value[0], other, dtype)
     return None
@@ -361,7 +356,7 @@ def activation_product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
         if step.kind == "1 + tanh" and (half := step_of(other, "x / 2")):
             return _activated(half.of, "gelu_tanh") if half.of is step.value else None
         if step.kind == "activation" and type(other) is Dual:
-            _check(x)
+            check_held(x.step)
             return _gate(step.of, other, step.value)
     return None
 
@@ -383,4 +378,4 @@ def _gate(g: Dual, u: Dual, name: str) -> Dual | None:
         return None
     if not (g.stack.is_contiguous() and u.stack.is_contiguous()):
         return None
-    return _done(f"{name}*", Dual(ops.gated(g.stack, u.stack, name)), (g, u))
+    return _done(f"gated:{name}", Dual(ops.gated(g.stack, u.stack, name)), (g, u))

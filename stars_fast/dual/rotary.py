@@ -125,8 +125,7 @@ def _rotate(x: Dual, cos: Tensor, sin: Tensor) -> Dual:
     stack = ops.rotary(x.stack, cos, sin)
     if x.stack.is_contiguous():  # the op writes the memory order [S, H] of projections
         stack = stack.contiguous()
-    result = Dual(stack)
     if observed():
-        result.made = "rotary", (x,)
+        stack.made = "rotary", (x,)  # type: ignore[attr-defined]
     report("rotary", "fused")
-    return result
+    return Dual(stack)
