@@ -14,11 +14,10 @@ written to in another way since (its version says so) is an error.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +26,9 @@ from torch import Tensor
 from stars_fast.dual.registry import objects_named
 from stars_fast.dual.tensor import Dual, answer, set_recorder
 
-Recorder = Callable[[Any, tuple, dict], "Dual | None"]
-Mode = tuple[bool, "torch.dtype | None"]
+Recorder = Callable[[Any, tuple, dict], Any]
+
+_WIDE = (torch.float32, torch.float64)
 
 
 class Step:
@@ -36,44 +36,44 @@ class Step:
 
     Attributes:
         kind: which part of which formula.
-        of: the Dual that the formula is about.
-        value: constants of the formula so far.
-        dtype, shape: of the result.
-        run: runs the op, or a fused one that gives the same, and returns its result.
-        mode: grad mode, and autocast's dtype or None, when it was called.
+        of: the Dual that it is called on.
+        value: what the formula has gathered so far.
+        dtype, shape, device: of the result.
+        smooth: whether `of` or what else it uses requires a gradient.
+        grad: whether gradients were on when it was called.
+        called: (function, args, kwargs), or a function that gives the same.
         held: tensors that must not change before it runs, with their versions.
     """
 
-    __slots__ = ("dtype", "held", "kind", "mode", "of", "run", "shape", "value")
-
-    def __init__(
-        self, kind: str, of: Dual, value: Any, dtype: torch.dtype, shape: torch.Size, mode: Mode
-    ) -> None:
-        self.kind, self.of, self.value = kind, of, value
-        self.dtype, self.shape, self.mode = dtype, shape, mode
-        self.run: Callable[[], Any] = _nothing
-        self.held: list[tuple[Tensor, int]] = []
-
-
-def _nothing() -> None:
-    raise AssertionError("a step without an op")
-
-
-_local = threading.local()
+    __slots__ = (
+        "called",
+        "device",
+        "dtype",
+        "grad",
+        "held",
+        "kind",
+        "of",
+        "shape",
+        "smooth",
+        "value",
+    )
 
 
-def _waiting() -> list[weakref.ref[Dual]]:
-    """The Duals of this thread that wait, or did."""
-    if not hasattr(_local, "waiting"):
-        _local.waiting = []
-        _local.enabled = True
-    return _local.waiting
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # The Duals of this thread that wait, or did.
+        self.waiting: list[weakref.ref[Dual]] = []
+        self.enabled = True
+
+
+_local = _Local()
+_inference = torch.is_inference_mode_enabled
+_grad = torch.is_grad_enabled
 
 
 @contextmanager
 def as_written() -> Iterator[None]:
     """A region in which no formula is looked for: every op runs when and as it is called."""
-    _waiting()
     before, _local.enabled = _local.enabled, False
     try:
         yield
@@ -81,31 +81,29 @@ def as_written() -> Iterator[None]:
         _local.enabled = before
 
 
-def mode_of(device: torch.device) -> Mode:
-    """Grad mode and autocast's dtype, as they are now."""
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else None
-    return torch.is_grad_enabled(), dtype
+def is_narrowed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether autocast may give an op on this dtype another one: it widens narrow ones."""
+    return dtype not in _WIDE and torch.is_autocast_enabled(device.type)
 
 
-def step_of(x: Any, *kinds: str) -> Step | None:
-    """The step that a Dual waits for, if it is one of these kinds and was called in this mode."""
-    step = x.step if type(x) is Dual else None
-    if step is None or step.kind not in kinds or step.mode != mode_of(device_of(x)):
+def step_of(x: Any, kind: str) -> Step | None:
+    """The step that a Dual waits for, if it is of this kind and the op at hand can follow it."""
+    if type(x) is not Dual:
         return None
-    return step
+    step = x.step
+    if step is None or step.kind != kind or step.grad != _grad():
+        return None
+    return None if step.dtype not in _WIDE and is_narrowed(step.dtype, step.device) else step
 
 
 def is_open(x: Any) -> bool:
     """Whether a formula may begin at x: a Dual of real numbers, outside of inference mode."""
-    if type(x) is not Dual or torch.is_inference_mode_enabled() or not _enabled():
+    if type(x) is not Dual or _inference() or not _local.enabled:
         return False
-    return x.step is not None or not (x.stack.is_complex() or x.stack.is_inference())
-
-
-def _enabled() -> bool:
-    _waiting()
-    return _local.enabled
+    if x.step is not None:
+        return True
+    stack = x.stack
+    return not (stack.is_complex() or stack.is_inference())
 
 
 def is_plain(x: Any) -> bool:
@@ -130,59 +128,56 @@ def shape_of(x: Dual) -> torch.Size:
 
 def device_of(x: Dual) -> torch.device:
     """x's device, without waking it."""
-    while x.step is not None:
-        x = x.step.of
-    return x.stack.device
+    return x.stack.device if x.step is None else x.step.device
 
 
 def wait(
     kind: str,
     of: Dual,
     called: tuple[Any, tuple, dict] | Callable[[], Any],
-    *,
     value: Any = None,
     dtype: torch.dtype | None = None,
     shape: torch.Size | None = None,
-    uses: tuple[Tensor, ...] = (),
+    uses: Tensor | None = None,
 ) -> Dual:
     """The Dual of an op that waits.
 
     Args:
-        kind, of, value: see `Step`.
-        called: (function, args, kwargs) of the op, or what runs in its place.
+        kind, of, called, value: see `Step`.
         dtype, shape: of the result; by default those of `of`.
-        uses: plain tensors among its arguments.
+        uses: a plain tensor among its arguments.
     """
-    device = device_of(of)
-    mode = mode_of(device)
-    step = Step(kind, of, value, dtype or dtype_of(of), shape or shape_of(of), mode)
-    step.run = called if callable(called) else functools.partial(answer, *called)
-    # A step that itself waits watches over its own.
-    sources = uses if of.step is not None else (of.stack, *uses)
-    step.held = [(source, source._version) for source in sources]
-    smooth = _wants_grad(of) or any(each.requires_grad for each in uses)
-    dual = Dual.waiting(step, step.shape, step.dtype, device, mode[0] and smooth)
-    waiting = _waiting()
+    step = Step()
+    step.kind, step.of, step.called, step.value = kind, of, called, value
+    before = of.step
+    if before is None:
+        source = of.stack
+        step.dtype, step.shape = dtype or source.dtype, shape or source.shape[1:]
+        step.device, step.smooth = source.device, source.requires_grad
+        step.held = ((source, source._version),)
+    else:  # it watches over what it reads
+        step.dtype, step.shape = dtype or before.dtype, shape or before.shape
+        step.device, step.smooth = before.device, before.smooth
+        step.held = ()
+    if uses is not None:
+        step.held += ((uses, uses._version),)
+        step.smooth = step.smooth or uses.requires_grad
+    step.grad = _grad()
+    dual = Dual.waiting(step)
+    waiting = _local.waiting
     if len(waiting) > 64:
         waiting[:] = [ref for ref in waiting if (found := ref()) is not None and found.step]
     waiting.append(weakref.ref(dual))
     return dual
 
 
-def _wants_grad(x: Dual) -> bool:
-    while x.step is not None:
-        if any(source.requires_grad for source, _ in x.step.held):
-            return True
-        x = x.step.of
-    return x.stack.requires_grad
-
-
 def settle(dual: Dual) -> None:
     """Run the op that a Dual waits for."""
     step = dual.step
     check_held(step)
-    with _mode(step.mode, dual):
-        result = step.run()
+    with _as_called(step):
+        called = step.called
+        result = answer(*called) if type(called) is tuple else called()
         stack = result.stack
     assert stack.shape[1:] == step.shape, (step.kind, stack.shape, step.shape)
     assert stack.dtype == step.dtype, (step.kind, stack.dtype, step.dtype)
@@ -191,16 +186,14 @@ def settle(dual: Dual) -> None:
 
 
 @contextmanager
-def _mode(mode: Mode, dual: Dual) -> Iterator[None]:
-    device = device_of(dual)
-    if mode == mode_of(device):
-        yield
-        return
-    grad, autocast = mode
-    with (
-        torch.set_grad_enabled(grad),
-        torch.autocast(device.type, dtype=autocast, enabled=autocast is not None),
-    ):
+def _as_called(step: Step) -> Iterator[None]:
+    """The grad mode in which an op was called. Autocast is off for narrow numbers: under it they
+    would not wait; others it leaves alone."""
+    with ExitStack() as stack:
+        if step.grad != _grad():
+            stack.enter_context(torch.set_grad_enabled(step.grad))
+        if is_narrowed(dtype_of(step.of), step.device):
+            stack.enter_context(torch.autocast(step.device.type, enabled=False))
         yield
 
 
@@ -209,15 +202,15 @@ def check_held(step: Step) -> None:
     for source, version in step.held:
         if source._version != version:
             raise RuntimeError(
-                f"stars_fast: a tensor of shape {list(source.shape)} was written in place, past the "
-                "tensor with a tangent that shares its memory, before an op that reads it had run; "
-                "clone it before the write, or run the block under stars_fast.dual.lazy.as_written()"
+                f"stars_fast: a tensor of shape {list(source.shape)} was written in place, through "
+                "a plain tensor, before an op that reads it had run; clone it before the write, or "
+                "run the block under stars_fast.dual.lazy.as_written()"
             )
 
 
 def settle_all() -> None:
     """Run every op that waits in this thread, in the order in which they were called."""
-    waiting = _waiting()
+    waiting = _local.waiting
     found = [dual for ref in waiting if (dual := ref()) is not None]
     waiting.clear()
     for dual in found:
@@ -225,22 +218,29 @@ def settle_all() -> None:
             settle(dual)
 
 
-_RECORDERS: dict[Any, list[Recorder]] = {}
+_RECORDERS: dict[Any, Recorder] = {}
 
 
 def recorder(*names: str) -> Callable[[Recorder], Recorder]:
     """Decorator: this function is asked first what a call of one of `names` means. It returns a
-    Dual, or None where the call is no part of a formula that it knows."""
+    Dual, or None where the call is no part of a formula that it knows. One that is registered
+    later is asked after those before it."""
 
     def register(function: Recorder) -> Recorder:
-        for name in names:
-            for target in objects_named(name):
-                found = _RECORDERS.setdefault(target, [])
-                if function not in found:
-                    found.append(function)
+        for target in {target for name in names for target in objects_named(name)}:
+            before = _RECORDERS.get(target)
+            _RECORDERS[target] = function if before is None else _either(before, function)
         return function
 
     return register
+
+
+def _either(first: Recorder, second: Recorder) -> Recorder:
+    def ask_both(func: Any, args: tuple, kwargs: dict) -> Any:
+        result = first(func, args, kwargs)
+        return second(func, args, kwargs) if result is None else result
+
+    return ask_both
 
 
 # -- answers that wake nothing
@@ -256,11 +256,6 @@ def _shape(func: Any, args: tuple, kwargs: dict) -> Any:
     return None if args[0].step is None else args[0].step.shape
 
 
-@recorder("dim", "ndim", "ndimension")
-def _dim(func: Any, args: tuple, kwargs: dict) -> Any:
-    return None if args[0].step is None else len(args[0].step.shape)
-
-
 @recorder("size")
 def _size(func: Any, args: tuple, kwargs: dict) -> Any:
     if args[0].step is None or len(args) != 1 or kwargs:
@@ -268,32 +263,42 @@ def _size(func: Any, args: tuple, kwargs: dict) -> Any:
     return args[0].step.shape
 
 
+@recorder("dim", "ndim", "ndimension")
+def _dim(func: Any, args: tuple, kwargs: dict) -> Any:
+    return None if args[0].step is None else len(args[0].step.shape)
+
+
 @recorder("device")
 def _device(func: Any, args: tuple, kwargs: dict) -> Any:
-    return None if args[0].step is None else device_of(args[0])
+    return None if args[0].step is None else args[0].step.device
 
 
 # -- writes
 
 
-def _writes(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call may write into its arguments, by its name and its flags."""
+def _may_write(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name.endswith("_") and not name.endswith("__"):
-        return True
-    if name.startswith("__i") or name in ("__setitem__", "__set__"):
-        return True
-    return any(arg is True for arg in args) or bool(kwargs.get("inplace"))
+    dunder = name.startswith("__i") or name in ("__setitem__", "__set__")
+    return dunder or (name.endswith("_") and not name.endswith("__"))
+
+
+_writers: dict[Any, bool] = {}
 
 
 def ask(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a call that is part of a known formula; None for any other."""
-    for each in _RECORDERS.get(func, ()):
-        result = each(func, args, kwargs)
+    found = _RECORDERS.get(func)
+    if found is not None:
+        result = found(func, args, kwargs)
         if result is not None:
             return result
-    if _waiting() and _writes(func, args, kwargs):
-        settle_all()
+    if _local.waiting:
+        writes = _writers.get(func)
+        if writes is None:
+            writes = _writers[func] = _may_write(func)
+        # Flags such as inplace=True.
+        if writes or "inplace" in kwargs or (len(args) > 1 and any(arg is True for arg in args)):
+            settle_all()
     return None
 
 

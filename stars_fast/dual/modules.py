@@ -23,9 +23,9 @@ from stars_fast.dual.lazy import (
     check_held,
     device_of,
     dtype_of,
+    is_narrowed,
     is_open,
     is_plain,
-    mode_of,
     recorder,
     shape_of,
     step_of,
@@ -51,8 +51,8 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
 
 
 def _keeps_dtype(x: Dual) -> bool:
-    """Whether torch computes powers and roots of x in x's dtype: autocast widens narrow ones."""
-    return dtype_of(x) in _WIDE or mode_of(device_of(x))[1] is None
+    """Whether torch computes powers and roots of x in x's dtype."""
+    return not is_narrowed(dtype_of(x), device_of(x))
 
 
 def _pair(args: tuple, kwargs: dict) -> tuple[Any, Any] | None:
@@ -102,7 +102,7 @@ def cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
             return None
         eps, weight = norm.value
         if weight is not None:
-            check_held(x.step)
+            check_held(norm)
             return _run_norm(norm.of, eps, weight, dtype)
         return _norm(norm.of, eps, None, dtype)
     if x.step is None and is_open(x) and dtype in _WIDE and dtype != x.stack.dtype:
@@ -163,16 +163,17 @@ def add(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     a, b = _pair(args, kwargs) or (None, None)
     if type(a) is not Dual:
         a, b = b, a
-    step = step_of(a, "mean", "tanh") or step_of(b, "c x^3")
-    if step is None:
-        return None
     called = func, args, kwargs
-    if step.kind == "mean" and (_number(b) or 0.0) > 0:
-        return wait("mean + eps", a, called, value=(step.value, float(b)))
-    if step.kind == "tanh" and _number(b) == 1:
-        return wait("1 + tanh", a, called, value=step.value)
-    if step.kind == "c x^3" and a is step.value:
+    number = _number(b)
+    if number is None:
+        cube = step_of(b, "c x^3")
+        if cube is None or a is not cube.value:
+            return None
         return wait("x + c x^3", b, called, value=a)
+    if step := step_of(a, "mean"):
+        return wait("mean + eps", a, called, value=(step.value, number)) if number > 0 else None
+    if step := step_of(a, "tanh"):
+        return wait("1 + tanh", a, called, value=step.value) if number == 1 else None
     return None
 
 
@@ -226,7 +227,7 @@ def _norm(x: Dual, eps: float, weight: Tensor | None, dtype: torch.dtype) -> Dua
         lambda: _run_norm(x, eps, weight, dtype),
         value=(eps, weight),
         dtype=dtype,
-        uses=() if weight is None else (weight,),
+        uses=weight,
     )
 
 
@@ -257,44 +258,61 @@ def _done(name: str, result: Dual, parts: tuple) -> Dual:
     return result
 
 
-def _is_weight(x: Any, weight: Any) -> bool:
-    return is_plain(weight) and weight.dim() == 1 and weight.shape[0] == shape_of(x)[-1]
+def _is_weight(x: Dual, weight: Tensor) -> bool:
+    shape = shape_of(x)
+    return bool(shape) and weight.shape[0] == shape[-1]
 
 
 @recorder("mul", "multiply", "__mul__", "__rmul__")
-def norm_product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
-    a, b = _pair(args, kwargs) or (None, None)
-    if a is b:
-        return _square(a, (func, args, kwargs))
-    for x, other in ((a, b), (b, a)):
-        if type(x) is not Dual:
-            continue
-        step = step_of(x, "rsqrt", "norm")
-        if step is None:
-            if _is_scaling(x, other):
-                called = func, args, kwargs
-                root = x if x.step is None else x.step.of
-                if _is_weight(root, other):
-                    return wait("scaled", x, called, value=other, uses=(other,))
-        elif step.kind == "rsqrt":
-            result = _normalise(other, *step.value)
-            if result is not None:
-                check_held(x.step)
-                return result
-        elif step.value[1] is None and _is_weight(x, other):
-            check_held(x.step)
-            dtype = torch.promote_types(step.dtype, other.dtype)
-            return _weighted(step.of, step.value[0], other, dtype)
+def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    if len(args) != 2 or kwargs:
+        return None
+    a, b = args
+    called = func, args, kwargs
+    if type(a) is not Dual:
+        a, b = b, a
+    if type(b) is Dual:
+        if a is b:
+            return _square(a, called)
+        result = _product_of_pairs(a, b)
+        return _product_of_pairs(b, a) if result is None else result
+    number = _number(b)
+    if number is not None:
+        return _multiple(a, number, called)
+    if not is_plain(b) or b.dim() != 1:
+        return None
+    norm = step_of(a, "norm")
+    if norm is None:
+        return wait("scaled", a, called, value=b, uses=b) if _is_scaling(a, b) else None
+    if norm.value[1] is not None or not _is_weight(a, b):
+        return None
+    check_held(norm)
+    return _weighted(norm.of, norm.value[0], b, torch.promote_types(norm.dtype, b.dtype))
+
+
+def _product_of_pairs(x: Dual, other: Dual) -> Dual | None:
+    """x * other, where x is a step that a product continues."""
+    if x.step is None:
+        return None
+    if step := step_of(x, "rsqrt"):
+        return _normalise(other, *step.value)
+    if step := step_of(x, "activation"):
+        check_held(step)
+        return _gate(step.of, other, step.value)
+    if step := step_of(x, "sigmoid"):
+        return _activated(other, "silu") if other is step.of else None
+    if step := step_of(x, "1 + tanh"):
+        half = step_of(other, "x / 2")
+        return _activated(half.of, "gelu_tanh") if half and half.of is step.value else None
     return None
 
 
-def _is_scaling(x: Dual, weight: Any) -> bool:
+def _is_scaling(x: Dual, weight: Tensor) -> bool:
     """Whether x * weight may be the beginning of a norm that is weighted first."""
-    if not is_plain(weight) or weight.dim() != 1 or not is_open(x) or not shape_of(x):
+    if not is_open(x) or (x.step is not None and x.step.kind != "cast"):
         return False
-    if x.step is not None and x.step.kind != "cast":
-        return False
-    return torch.promote_types(weight.dtype, dtype_of(x)) == dtype_of(x)
+    dtype = dtype_of(x)
+    return _is_weight(x, weight) and torch.promote_types(weight.dtype, dtype) == dtype
 
 
 # -- activations
@@ -339,37 +357,14 @@ def _run_activation(x: Dual, name: str) -> Dual:
 _SLOPE = math.sqrt(2 / math.pi)
 
 
-@recorder("mul", "multiply", "__mul__", "__rmul__")
-def activation_product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
-    a, b = _pair(args, kwargs) or (None, None)
-    for x, other in ((a, b), (b, a)):
-        if type(x) is not Dual:
-            continue
-        number = _number(other)
-        if number is not None:
-            return _multiple(x, number, (func, args, kwargs))
-        step = step_of(x, "activation", "sigmoid", "1 + tanh")
-        if step is None:
-            continue
-        if step.kind == "sigmoid" and other is step.of:
-            return _activated(other, "silu")
-        if step.kind == "1 + tanh" and (half := step_of(other, "x / 2")):
-            return _activated(half.of, "gelu_tanh") if half.of is step.value else None
-        if step.kind == "activation" and type(other) is Dual:
-            check_held(x.step)
-            return _gate(step.of, other, step.value)
-    return None
-
-
 def _multiple(x: Dual, number: float, called: tuple[Any, tuple, dict]) -> Dual | None:
     """A part of the tanh GELU: half of x, or one of its two constants."""
-    cube = step_of(x, "cube", "x + c x^3")
-    if cube is None:
-        return wait("x / 2", x, called) if number == 0.5 and is_open(x) else None
-    if cube.kind == "cube" and number == 0.044715:
+    if number == 0.5:
+        return wait("x / 2", x, called) if is_open(x) else None
+    if number == 0.044715 and (cube := step_of(x, "cube")):
         return wait("c x^3", x, called, value=cube.of)
-    if cube.kind == "x + c x^3" and number == _SLOPE:
-        return wait("c (x + c x^3)", x, called, value=cube.value)
+    if number == _SLOPE and (inner := step_of(x, "x + c x^3")):
+        return wait("c (x + c x^3)", x, called, value=inner.value)
     return None
 
 

@@ -1,8 +1,8 @@
 """Names for `explain`: which module, or which rotary function, a fused op stands for as a whole.
 
-Fused ops are found by what is called, not by who calls. While `explain` runs, hooks of torch look at
-what goes into and comes out of every module: one whose output is a fused op of its input lends it
-the name of its class.
+Fused ops are found by what is called, not by who calls. While `explain` runs, hooks of torch look
+at what goes into and comes out of every module: one whose output is a fused op of its input lends
+it the name of its class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.tensor import Dual, answer
+from stars_fast.ops.pointwise import DERIVATIVES
 
 Rename = Callable[[str, str, int], None]
 """rename(old, new, n): n calls of the fused op `old` are one call of `new`."""
@@ -62,9 +63,8 @@ class Names:
             self._later(module, name, given, output.step)
             return
         op, parts = _made(output)
-        if op == "rms_norm" and _is(parts[0], given) and _is_own(parts[1], module):
-            self.rename(op, name, 1)
-        elif op and len(parts) == 1 and op != "rotary" and _is(parts[0], given):
+        whole = (op == "rms_norm" and _is_own(parts[1], module)) or op in DERIVATIVES
+        if whole and _is(parts[0], given):
             self.rename(op, name, 1)
         else:
             self._gated(name, given, output, [call for call in children if call])
@@ -75,12 +75,12 @@ class Names:
             step.kind == "norm" and _is_own(step.value[1], module)
         )
         if known and _is(step.of, given):
-            step.run = functools.partial(self._run_as, name, step.run)
+            step.called = functools.partial(self._run_as, name, step.called)
 
-    def _run_as(self, name: str, run: Callable[[], Any]) -> Any:
+    def _run_as(self, name: str, called: Any) -> Any:
         self.alias = name
         try:
-            return run()
+            return answer(*called) if type(called) is tuple else called()
         finally:
             self.alias = None
 

@@ -13,8 +13,16 @@ import torch
 from torch import Tensor
 
 from stars_fast import ops
-from stars_fast.dual.lazy import check_held, dtype_of, is_open, is_plain, recorder, shape_of
-from stars_fast.dual.lazy import step_of, wait
+from stars_fast.dual.lazy import (
+    check_held,
+    dtype_of,
+    is_open,
+    is_plain,
+    recorder,
+    shape_of,
+    step_of,
+    wait,
+)
 from stars_fast.dual.registry import observed, report
 from stars_fast.dual.tensor import Dual
 
@@ -103,7 +111,7 @@ def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if torch.promote_types(table.dtype, dtype_of(x)) != dtype_of(x):
         return None
     kind = "x cos" if turned is None else "turned sin"
-    return wait(kind, x, (func, args, kwargs), value=(source, table), uses=(table,))
+    return wait(kind, x, (func, args, kwargs), value=(source, table), uses=table)
 
 
 @recorder("add", "__add__")

@@ -64,17 +64,14 @@ class Dual(torch.Tensor):
         pass
 
     @classmethod
-    def waiting(
-        cls,
-        step: Any,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
-        requires_grad: bool,
-    ) -> Dual:
-        """A Dual whose stack `step` will give."""
+    def waiting(cls, step: Any) -> Dual:
+        """A Dual whose stack `step` (a `lazy.Step`) will give."""
         self = torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+            cls,
+            step.shape,
+            dtype=step.dtype,
+            device=step.device,
+            requires_grad=step.grad and step.smooth,
         )
         self.step = step
         return self
@@ -111,7 +108,7 @@ class Dual(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         for arg in (*args, *kwargs.values()):
-            if type(arg) is Dual:
+            if type(arg) is Dual and arg.step is None:
                 _check_history(arg)
         result = _ask(func, args, kwargs)
         return answer(func, args, kwargs) if result is None else result
