@@ -31,10 +31,12 @@ class Explanation:
     Attributes:
         ops: (op, path) -> number of calls, in order of first appearance.
         backends: fused op -> what computed it: torch, cpp, triton or cuda; several joined by "+".
+        dropped: where a number was made from a tensor with a tangent, as "item at file.py:12".
     """
 
     ops: dict[tuple[str, str], int]
     backends: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
 
     def count(self, path: str) -> int:
         """How many calls took a path: fused, stacked, product, in-place or fallback."""
@@ -57,6 +59,7 @@ class Explanation:
             for kind, meaning in _MEANING.items()
             if self.count(kind)
         ]
+        lines += [f"tangent dropped: {place}" for place in self.dropped]
         return "\n".join(lines)
 
 
@@ -81,6 +84,7 @@ def explain(
     seen: Counter[tuple[str, str]] = Counter()
     backends: dict[str, str] = {}
     picked: list[str] = []
+    dropped: list[str] = []
 
     def rename(old: str, new: str, n: int) -> None:
         seen[old, "fused"] -= n
@@ -92,7 +96,9 @@ def explain(
     names = Names(rename)
 
     def note(name: str, kind: str) -> None:
-        if kind == "primal":
+        if kind == "dropped" and name not in dropped:
+            dropped.append(name)
+        if kind in ("primal", "dropped"):
             return
         if kind == "fused":
             name = names.alias or name
@@ -110,4 +116,4 @@ def explain(
     finally:
         watch(None)
         stop()
-    return Explanation(dict(seen), backends)
+    return Explanation(dict(seen), backends, dropped)
