@@ -297,7 +297,7 @@ def ask(func: Any, args: tuple, kwargs: dict) -> Any:
         if writes is None:
             writes = _writers[func] = _may_write(func)
         # Flags such as inplace=True.
-        if writes or "inplace" in kwargs or (len(args) > 1 and any(arg is True for arg in args)):
+        if writes or kwargs.get("inplace") or (len(args) > 1 and any(arg is True for arg in args)):
             settle_all()
     return None
 
