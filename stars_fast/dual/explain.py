@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.layout import stack_pair
+from stars_fast.dual.names import Names
 from stars_fast.dual.registry import observe
 from stars_fast.dual.run import dual_pass
 from stars_fast.ops.library import watch
@@ -31,10 +32,12 @@ class Explanation:
     Attributes:
         ops: (op, path) -> number of calls, in order of first appearance.
         backends: fused op -> what computed it: torch, cpp, triton or cuda; several joined by "+".
+        dropped: where a number was made from a tensor with a tangent, as "item at file.py:12".
     """
 
     ops: dict[tuple[str, str], int]
     backends: dict[str, str] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
 
     def count(self, path: str) -> int:
         """How many calls took a path: fused, stacked, product, in-place or fallback."""
@@ -57,6 +60,7 @@ class Explanation:
             for kind, meaning in _MEANING.items()
             if self.count(kind)
         ]
+        lines += [f"tangent dropped: {place}" for place in self.dropped]
         return "\n".join(lines)
 
 
@@ -81,10 +85,24 @@ def explain(
     seen: Counter[tuple[str, str]] = Counter()
     backends: dict[str, str] = {}
     picked: list[str] = []
+    dropped: list[str] = []
+
+    def rename(old: str, new: str, n: int) -> None:
+        seen[old, "fused"] -= n
+        seen[new, "fused"] += 1
+        backends[new] = backends[old]
+        if not seen[old, "fused"]:
+            del seen[old, "fused"], backends[old]
+
+    names = Names(rename)
 
     def note(name: str, kind: str) -> None:
-        if kind == "primal":
+        if kind == "dropped" and name not in dropped:
+            dropped.append(name)
+        if kind in ("primal", "dropped"):
             return
+        if kind == "fused":
+            name = names.alias or name
         seen[name, kind] += 1
         if kind == "fused":
             known = backends.get(name, "").split("+")
@@ -94,9 +112,9 @@ def explain(
     stop = observe(note)
     watch(picked.append)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), names.watching():
             dual_pass(block, stack_pair(h, torch.ones_like(h)), args, kwargs or {})
     finally:
         watch(None)
         stop()
-    return Explanation(dict(seen), backends)
+    return Explanation(dict(seen), backends, dropped)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from stars_fast.dual.lazy import before_write
 from stars_fast.dual.registry import objects_named
 from stars_fast.dual.tensor import Dual, is_ordinary
 
@@ -44,6 +45,7 @@ class FreshTensors(TorchFunctionMode):
     ) -> Any:
         if Dual in types and all(kind is Dual or is_ordinary(kind) for kind in types):
             return Dual.__torch_function__(func, types, args, kwargs)
+        before_write(func)
         result = func(*args, **(kwargs or {}))
         if func in _MAKERS:
             self._note(result, made=True)

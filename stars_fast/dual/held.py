@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stars_fast.dual.modules import modules_of
+from stars_fast.dual.parts import modules_of
 from stars_fast.graphs import GraphedBlock
 
 

@@ -1,283 +1,362 @@
-"""Modules known by their structure: an RMSNorm, a gated MLP or an activation of any library reaches
-one fused op.
+"""RMSNorms and gated activations of any library: known by the ops they call, run as one.
 
-A module is recognised by what it computes: its class's `forward` is run on a stand-in with the
-module's settings and random weights, on inputs of all sizes, and compared with the formula. A class
-with such a module gets a `forward` that looks at its input first: a Dual, in a module whose own
-stand-in agreed, takes the fused op; everything else runs the class's own code, unchanged. That is
-done on the class, once, because a checkpointed block calls its modules again during backward, long
-after the pass that met them.
+    RMSNorm   x * rsqrt(mean(x * x) + eps), also as x / sqrt(...); then times a weight, or before it
+    gate      f(g) * u, with f silu, gelu or relu
+    gelu      the tanh form, written out from powers (GPT-2)
+    silu      x * sigmoid(x)
+
+Casts to fp32, and back to the input's dtype, belong to a norm. `dual/lazy.py` says how a formula is
+followed from op to op; anything else between its ops makes them run as written.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+import math
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from stars_fast import ops
-from stars_fast.dual.registry import report
-from stars_fast.dual.rotary import adopt_rotary
+from stars_fast.dual.lazy import (
+    check_held,
+    device_of,
+    dtype_of,
+    is_narrowed,
+    is_open,
+    is_plain,
+    recorder,
+    shape_of,
+    step_of,
+    wait,
+)
+from stars_fast.dual.registry import observed, report
 from stars_fast.dual.tensor import Dual
-from stars_fast.ops import reference
 
-Forward = Callable[..., Any]
-
-_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
-_MLP_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-_ACT_NAMES = ("act_fn", "act", "activation_fn")
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
-# What nn.Module itself keeps in an instance.
-_OWN = frozenset(nn.Module().__dict__)
-
-_seen: set[type] = set()
+_WIDE = (torch.float32, torch.float64)
 
 
-def adopt(block: Any) -> None:
-    """Look at the classes of the modules that `block` holds and fuse those that are known."""
-    for module in modules_of(block):
-        cls = type(module)
-        if cls not in _seen:
-            _seen.add(cls)
-            if cls.__module__.startswith("torch."):
-                continue
-            adopt_rotary(cls)
-            if _recognise(cls.forward, module) is not None:
-                _install(cls)
+def _keeps_dtype(x: Dual) -> bool:
+    """Whether torch computes powers and roots of x in x's dtype."""
+    return not is_narrowed(dtype_of(x), device_of(x))
 
 
-def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """The modules in a module, a bound method, a partial or a closure."""
-    if isinstance(block, nn.Module):
-        yield from block.modules()
-    elif depth:
-        inner = [getattr(block, "__self__", None), getattr(block, "func", None)]
-        inner += [cell.cell_contents for cell in getattr(block, "__closure__", None) or ()]
-        for each in inner:
-            for part in each if isinstance(each, (list, tuple)) else (each,):
-                if part is not None and callable(part):
-                    yield from modules_of(part, depth - 1)
+def _pair(args: tuple, kwargs: dict) -> tuple[Any, Any] | None:
+    """The two operands of a call without options."""
+    return (args[0], args[1]) if len(args) == 2 and not kwargs else None
 
 
-def _install(cls: type) -> None:
-    original = cls.forward  # type: ignore[attr-defined]
-    known: WeakKeyDictionary[nn.Module, tuple[Any, Forward | None]] = WeakKeyDictionary()
-
-    def fused_of(module: nn.Module) -> Forward | None:
-        settings = _settings(module)
-        found = known.get(module)
-        if found is None or found[0] != settings:
-            found = known[module] = (settings, _recognise(original, module))
-        return found[1]
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is Dual and args[0].dim() in (2, 3, 4):
-            fused = fused_of(self)
-            result = None if fused is None else fused(self, args[0])
-            if result is not None:
-                return result
-        return original(self, *args, **kwargs)
-
-    cls.forward = forward  # type: ignore[attr-defined]
+def _number(x: Any) -> float | None:
+    return float(x) if type(x) in (int, float) else None
 
 
-def _recognise(forward: Forward, module: nn.Module) -> Forward | None:
-    """The fused op for a module whose `forward` computes a known formula, else None."""
-    settings = _settings(module)
-    if settings is None:
+# -- casts
+
+
+def _target(func: Any, args: tuple, kwargs: dict) -> torch.dtype | None:
+    """The dtype that a cast asks for, where it asks for nothing else."""
+    name = func.__name__
+    if name == "float":
+        return torch.float32 if len(args) == 1 and not kwargs else None
+    if name == "type_as":
+        other = args[1] if len(args) == 2 and not kwargs else None
+        known = type(other) is Dual or is_plain(other)
+        if not known or _device(other) != _device(args[0]):
+            return None
+        return dtype_of(other) if type(other) is Dual else other.dtype
+    given = args[1] if len(args) == 2 and not kwargs else kwargs.get("dtype")
+    if isinstance(given, torch.dtype) and len(args) + len(kwargs) == 2:
+        return given
+    return None
+
+
+def _device(x: Any) -> torch.device:
+    return device_of(x) if type(x) is Dual else x.device
+
+
+@recorder("to", "float", "type_as")
+def cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    x = args[0]
+    dtype = _target(func, args, kwargs) if type(x) is Dual else None
+    if dtype is None or not dtype.is_floating_point:
         return None
-    return (
-        _as_rms_norm(forward, module)
-        or _as_gated_mlp(forward, module)
-        or _as_activation(forward, module)
-    )
-
-
-def _settings(module: nn.Module) -> Any:
-    """The plain values that an instance holds besides its weights; None where it holds anything
-    that a trial run could change."""
-    own = [(k, v) for k, v in module.__dict__.items() if k not in _OWN or k == "training"]
-    if any(not isinstance(v, _PLAIN) and not _is_config(v) for _, v in own):
-        return None
-    acts = [(k, id(m), m.training) for k, m in module._modules.items() if m is not None]
-    return tuple((k, v if isinstance(v, _PLAIN) else id(v)) for k, v in own), tuple(acts)
-
-
-def _is_config(value: Any) -> bool:
-    return type(value).__name__.endswith("Config") or (
-        callable(value) and not isinstance(value, nn.Module)
-    )
-
-
-def _trial(forward: Forward, module: nn.Module, x: Tensor, **parts: dict) -> Tensor | None:
-    """What `forward` makes of x on a shallow copy of the module with other parameters or children:
-    neither weights nor hooks of the original take part. None where it can't be called like this, or
-    draws random numbers."""
-    clone = type(module).__new__(type(module))
-    clone.__dict__.update({**module.__dict__, **parts})
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.no_grad(),
-            torch.autocast(x.device.type, enabled=False),
-        ):
-            before = torch.get_rng_state()
-            y = forward(clone, x)
-            if not torch.equal(before, torch.get_rng_state()):
-                return None
-    except Exception:  # a stranger's forward may raise anything; then it is simply not known
-        return None
-    return y if isinstance(y, Tensor) else None
-
-
-def _same(y: Tensor | None, expected: Tensor) -> bool:
-    """Equal row by row, to fp32: rows differ in size by many orders."""
-    if y is None or y.shape != expected.shape:
-        return False
-    difference = (y.double() - expected.double()).flatten(0, -2).norm(dim=-1)
-    size = expected.double().flatten(0, -2).norm(dim=-1)
-    return bool((difference <= 1e-5 * size).all())
-
-
-def _rows(width: int) -> Tensor:
-    """[3, 4, width]: random rows from 1e-3 to 1e4, so that a clamp or another eps shows."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.logspace(-3, 4, 12).view(3, 4, 1)
-    return torch.randn(3, 4, width, generator=generator) * sizes
+    norm = step_of(x, "norm")
+    if norm is not None:
+        if dtype == norm.dtype:
+            return x
+        if dtype not in (*_WIDE, dtype_of(norm.of)):
+            return None
+        eps, weight = norm.value
+        if weight is not None:
+            check_held(norm)
+            return _run_norm(norm.of, eps, weight, dtype)
+        return _norm(norm.of, eps, None, dtype)
+    if x.step is None and is_open(x) and dtype in _WIDE and dtype != x.stack.dtype:
+        return wait("cast", x, (func, args, kwargs), dtype=dtype)
+    return None
 
 
 # -- RMSNorm
 
 
-def _as_rms_norm(forward: Forward, module: nn.Module) -> Forward | None:
-    if set(module._parameters) != {"weight"} or module._buffers or module._modules:
+def _root(x: Dual) -> Dual:
+    """x before a cast."""
+    step = step_of(x, "cast")
+    return x if step is None else step.of
+
+
+def _square(x: Any, called: tuple[Any, tuple, dict]) -> Dual | None:
+    if not is_open(x) or not shape_of(x) or not _keeps_dtype(x):
         return None
-    weight = module._parameters["weight"]
-    if weight is None or weight.dim() != 1:
+    return wait("square", x, called)
+
+
+@recorder("square")
+def square(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    return _square(args[0], (func, args, kwargs)) if len(args) == 1 and not kwargs else None
+
+
+@recorder("pow", "__pow__")
+def power(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    x, exponent = _pair(args, kwargs) or (None, None)
+    n = _number(exponent)
+    if n == 2:
+        return _square(x, (func, args, kwargs))
+    if n == 3 and is_open(x) and _keeps_dtype(x):
+        return wait("cube", x, (func, args, kwargs))
+    inner = step_of(x, "mean + eps") if n == -0.5 else None
+    return None if inner is None else _inverse_root(x, (func, args, kwargs))
+
+
+@recorder("mean")
+def mean(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    squares = step_of(args[0], "square")
+    if squares is None or len(args) > 3:
         return None
-    eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
-    if eps_name is None:
+    given = dict(zip(("dim", "keepdim"), args[1:], strict=False), **kwargs)
+    dim = given.pop("dim", None)
+    if isinstance(dim, (list, tuple)) and len(dim) == 1:
+        dim = dim[0]
+    last = type(dim) is int and dim in (-1, len(squares.shape) - 1)
+    if not last or given != {"keepdim": True}:
         return None
-    eps = getattr(module, eps_name)
-    x = _rows(weight.shape[0])
-    trial_weight = torch.randn(len(weight), generator=torch.Generator().manual_seed(1))
-    parameters = {"weight": trial_weight}
-    for offset in (0.0, 1.0):
-        expected = reference.rms_norm(x, trial_weight + offset, eps)
-        if all(
-            _same(_trial(forward, module, part, _parameters=parameters), whole)
-            for part, whole in ((x, expected), (x[0], expected[0]))
-        ):
-            break
-    else:
-        return None
-    narrow = _trial(forward, module, x.bfloat16(), _parameters=parameters)
-    keeps_dtype = narrow is not None and narrow.dtype == torch.bfloat16
-    name = type(module).__name__
-
-    def fused(module: Any, x: Dual) -> Dual | None:
-        weight = module.weight if offset == 0.0 else module.weight + offset
-        dtype, weight_dtype = x.stack.dtype, weight.dtype
-        if dtype != weight_dtype:
-            if weight_dtype != torch.float32 or dtype not in (torch.bfloat16, torch.float16):
-                return None  # a mixture that the trials did not cover
-            dtype = dtype if keeps_dtype else weight_dtype
-        result = Dual(ops.rms_norm(x.stack, weight, eps, dtype))
-        report(name, "fused")
-        return result
-
-    return fused
+    shape = torch.Size((*squares.shape[:-1], 1))
+    return wait("mean", args[0], (func, args, kwargs), value=squares.of, shape=shape)
 
 
-# -- activations and gated MLPs
-
-
-def _activation_name(act: Any) -> str | None:
-    """Which of the known functions an activation (module or function) computes."""
-    x = _points()
-    try:
-        with torch.no_grad():
-            y, narrow = act(x), act(x.bfloat16())
-    except Exception:  # not a plain function of one tensor
-        return None
-    keeps_dtype = isinstance(narrow, Tensor) and narrow.dtype == torch.bfloat16
-    return _name_of(x, y) if keeps_dtype else None
-
-
-def _points() -> Tensor:
-    far = torch.cat((torch.logspace(1, 4, 7), torch.logspace(8, 30, 3)))
-    return torch.cat((torch.linspace(-6, 6, 97), far, -far))
-
-
-def _name_of(x: Tensor, y: Any) -> str | None:
-    if not isinstance(y, Tensor) or y.shape != x.shape:
-        return None
-    for name in _ACTIVATIONS:
-        if torch.allclose(y, reference.pointwise(x, name), rtol=1e-5, atol=1e-6):
-            return name
-    return None
-
-
-def _as_activation(forward: Forward, module: nn.Module) -> Forward | None:
-    """An activation written out from parts, such as the tanh GELU of GPT-2."""
-    if module._parameters or module._buffers or module._modules:
-        return None
-    x = _points().view(3, 39)  # 97 + 20 points
-    activation = _name_of(x, _trial(forward, module, x))
-    narrow = _trial(forward, module, x.bfloat16())
-    if activation is None or narrow is None or narrow.dtype != torch.bfloat16:
-        return None
-    name = type(module).__name__
-
-    def fused(module: Any, x: Dual) -> Dual:
-        result = Dual(ops.pointwise(x.stack, activation))
-        report(name, "fused")
-        return result
-
-    return fused
-
-
-def _as_gated_mlp(forward: Forward, module: nn.Module) -> Forward | None:
-    if module._parameters or module._buffers:
-        return None
-    for names in _MLP_NAMES:
-        if set(names) <= set(module._modules):
-            return _match_mlp(forward, module, names)
-    return None
-
-
-def _match_mlp(forward: Forward, module: nn.Module, names: tuple[str, str, str]) -> Forward | None:
-    act_name = next((n for n in _ACT_NAMES if hasattr(module, n)), None)
-    if set(module._modules) - set(names) - {act_name}:
-        return None
-    activation = _activation_name(F.silu if act_name is None else getattr(module, act_name))
-    if activation is None:
-        return None
-    generator = torch.Generator().manual_seed(1)
-    gate, up, down = (torch.randn(shape, generator=generator) for shape in ((6, 4), (6, 4), (4, 6)))
-    children = dict(module._modules)
-    for name, weight in zip(names, (gate, up, down), strict=True):
-        child = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-        child.weight = nn.Parameter(weight, requires_grad=False)
-        children[name] = child
-    x = _rows(4)
-    expected = F.linear(reference.gated(F.linear(x, gate), F.linear(x, up), activation), down)
-    for part, whole in ((x, expected), (x[0], expected[0])):
-        if not _same(_trial(forward, module, part, _modules=children), whole):
+@recorder("add", "__add__", "__radd__")
+def add(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    a, b = _pair(args, kwargs) or (None, None)
+    if type(a) is not Dual:
+        a, b = b, a
+    called = func, args, kwargs
+    number = _number(b)
+    if number is None:
+        cube = step_of(b, "c x^3")
+        if cube is None or a is not cube.value:
             return None
-    name = f"{type(module).__name__}:{activation}*up"
+        return wait("x + c x^3", b, called, value=a)
+    if step := step_of(a, "mean"):
+        return wait("mean + eps", a, called, value=(step.value, number)) if number > 0 else None
+    if step := step_of(a, "tanh"):
+        return wait("1 + tanh", a, called, value=step.value) if number == 1 else None
+    return None
 
-    def fused(module: Any, x: Dual) -> Any:
-        g, u = getattr(module, names[0])(x), getattr(module, names[1])(x)
-        hidden = Dual(ops.gated(g.stack, u.stack, activation))
-        report(name, "fused")
-        return getattr(module, names[2])(hidden)
 
-    return fused
+@recorder("rsqrt")
+def rsqrt(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    if len(args) != 1 or kwargs or step_of(args[0], "mean + eps") is None:
+        return None
+    return _inverse_root(args[0], (func, args, kwargs))
+
+
+def _inverse_root(x: Dual, called: tuple[Any, tuple, dict]) -> Dual:
+    return wait("rsqrt", x, called, value=x.step.value)
+
+
+@recorder("sqrt")
+def sqrt(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    step = step_of(args[0], "mean + eps") if len(args) == 1 and not kwargs else None
+    return None if step is None else wait("sqrt", args[0], (func, args, kwargs), value=step.value)
+
+
+@recorder("reciprocal")
+def reciprocal(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    step = step_of(args[0], "sqrt") if len(args) == 1 and not kwargs else None
+    return None if step is None else wait("rsqrt", args[0], (func, args, kwargs), value=step.value)
+
+
+@recorder("div", "divide", "true_divide", "__truediv__", "__div__")
+def div(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    x, below = _pair(args, kwargs) or (None, None)
+    step = step_of(below, "sqrt")
+    return None if step is None else _normalise(x, *step.value)
+
+
+def _normalise(x: Any, squared: Dual, eps: float) -> Dual | None:
+    """x times or over the root of the mean square of `squared`."""
+    if x is squared:
+        return _norm(_root(x), eps, None, dtype_of(x))
+    scaled = step_of(x, "scaled")
+    if scaled is not None and scaled.of is squared:
+        return _weighted(_root(squared), eps, scaled.value, scaled.dtype)
+    return None
+
+
+def _norm(x: Dual, eps: float, weight: Tensor | None, dtype: torch.dtype) -> Dual | None:
+    """A norm whose result may still be weighted or cast."""
+    if not x.stack.is_contiguous():
+        return None  # the result would have another layout than that of the ops
+    return wait(
+        "norm",
+        x,
+        lambda: _run_norm(x, eps, weight, dtype),
+        value=(eps, weight),
+        dtype=dtype,
+        uses=weight,
+    )
+
+
+def _weighted(x: Dual, eps: float, weight: Tensor, dtype: torch.dtype) -> Dual | None:
+    """A norm times its weight: done, unless its dtype says that a cast back is to come."""
+    if not x.stack.is_contiguous():
+        return None
+    if dtype == x.stack.dtype:
+        return _run_norm(x, eps, weight, dtype)
+    return _norm(x, eps, weight, dtype)
+
+
+def _run_norm(x: Dual, eps: float, weight: Tensor | None, dtype: torch.dtype) -> Dual:
+    stack = x.stack
+    scale = weight
+    if scale is not None and scale.dtype not in (stack.dtype, torch.float32):
+        scale = scale.to(torch.promote_types(stack.dtype, torch.float32))
+    if scale is not None and stack.dtype == torch.float64:
+        scale = scale.to(torch.float64)
+    return _done("rms_norm", Dual(ops.rms_norm(stack, scale, eps, dtype)), (x, weight))
+
+
+def _done(name: str, result: Dual, parts: tuple) -> Dual:
+    """The result of a fused op; `explain` wants to know what it is made of."""
+    if observed():
+        result.stack.made = name, parts  # type: ignore[attr-defined]
+    report(name, "fused")
+    return result
+
+
+def _is_weight(x: Dual, weight: Tensor) -> bool:
+    shape = shape_of(x)
+    return bool(shape) and weight.shape[0] == shape[-1]
+
+
+@recorder("mul", "multiply", "__mul__", "__rmul__")
+def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    if len(args) != 2 or kwargs:
+        return None
+    a, b = args
+    called = func, args, kwargs
+    if type(a) is not Dual:
+        a, b = b, a
+    if type(b) is Dual:
+        if a is b:
+            return _square(a, called)
+        result = _product_of_pairs(a, b)
+        return _product_of_pairs(b, a) if result is None else result
+    number = _number(b)
+    if number is not None:
+        return _multiple(a, number, called)
+    if not is_plain(b) or b.dim() != 1:
+        return None
+    norm = step_of(a, "norm")
+    if norm is None:
+        return wait("scaled", a, called, value=b, uses=b) if _is_scaling(a, b) else None
+    if norm.value[1] is not None or not _is_weight(a, b):
+        return None
+    check_held(norm)
+    return _weighted(norm.of, norm.value[0], b, torch.promote_types(norm.dtype, b.dtype))
+
+
+def _product_of_pairs(x: Dual, other: Dual) -> Dual | None:
+    """x * other, where x is a step that a product continues."""
+    if x.step is None:
+        return None
+    if step := step_of(x, "rsqrt"):
+        return _normalise(other, *step.value)
+    if step := step_of(x, "activation"):
+        check_held(step)
+        return _gate(step.of, other, step.value)
+    if step := step_of(x, "sigmoid"):
+        return _activated(other, "silu") if other is step.of else None
+    if step := step_of(x, "1 + tanh"):
+        half = step_of(other, "x / 2")
+        return _activated(half.of, "gelu_tanh") if half and half.of is step.value else None
+    return None
+
+
+def _is_scaling(x: Dual, weight: Tensor) -> bool:
+    """Whether x * weight may be the beginning of a norm that is weighted first."""
+    if not is_open(x) or (x.step is not None and x.step.kind != "cast"):
+        return False
+    dtype = dtype_of(x)
+    return _is_weight(x, weight) and torch.promote_types(weight.dtype, dtype) == dtype
+
+
+# -- activations
+
+
+@recorder("silu", "gelu", "relu")
+def activation(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    if len(args) != 1 or kwargs.get("inplace") or not is_open(args[0]):
+        return None
+    name = func.__name__
+    if kwargs.get("approximate") == "tanh":
+        name = "gelu_tanh"
+    elif not set(kwargs) <= {"inplace", "approximate"}:
+        return None
+    return wait("activation", args[0], (func, args, kwargs), value=name)
+
+
+@recorder("sigmoid")
+def sigmoid(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    if len(args) != 1 or kwargs or not is_open(args[0]) or not _keeps_dtype(args[0]):
+        return None
+    return wait("sigmoid", args[0], (func, args, kwargs))
+
+
+@recorder("tanh")
+def tanh(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    step = step_of(args[0], "c (x + c x^3)") if len(args) == 1 and not kwargs else None
+    return None if step is None else wait("tanh", args[0], (func, args, kwargs), value=step.value)
+
+
+def _activated(x: Dual, name: str) -> Dual | None:
+    """An activation written out: complete, and perhaps one side of a gate."""
+    if not x.stack.is_contiguous():
+        return None
+    return wait("activation", x, lambda: _run_activation(x, name), value=name)
+
+
+def _run_activation(x: Dual, name: str) -> Dual:
+    return _done(name, Dual(ops.pointwise(x.stack, name)), (x,))
+
+
+_SLOPE = math.sqrt(2 / math.pi)
+
+
+def _multiple(x: Dual, number: float, called: tuple[Any, tuple, dict]) -> Dual | None:
+    """A part of the tanh GELU: half of x, or one of its two constants."""
+    if number == 0.5:
+        return wait("x / 2", x, called) if is_open(x) else None
+    if number == 0.044715 and (cube := step_of(x, "cube")):
+        return wait("c x^3", x, called, value=cube.of)
+    if number == _SLOPE and (inner := step_of(x, "x + c x^3")):
+        return wait("c (x + c x^3)", x, called, value=inner.value)
+    return None
+
+
+def _gate(g: Dual, u: Dual, name: str) -> Dual | None:
+    if g.stack.shape != u.stack.shape or g.stack.dtype != u.stack.dtype:
+        return None
+    if not (g.stack.is_contiguous() and u.stack.is_contiguous()):
+        return None
+    return _done(f"gated:{name}", Dual(ops.gated(g.stack, u.stack, name)), (g, u))

@@ -120,7 +120,6 @@ class _Call:
         tangents = [stack[1] for stack in stacks] + [torch.zeros_like(x) for x in plains]
         return primals, tangents
 
-
     def check(self, values: Any, versions: list[int], pairs: list[Any]) -> None:
         """Raise where the op did what its dual can't follow."""
         if [_version(x) for x in values] != versions:

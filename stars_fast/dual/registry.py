@@ -52,6 +52,11 @@ def observe(observer: Callable[[str, str], None]) -> Callable[[], None]:
     return lambda: _observers.remove(observer)
 
 
+def observed() -> bool:
+    """Whether anyone wants to know which ops run."""
+    return bool(_observers)
+
+
 def report(name: str, kind: str) -> None:
     """Tell the observers that an op was answered."""
     for observer in _observers:

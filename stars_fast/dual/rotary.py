@@ -1,91 +1,139 @@
-"""Rotary embeddings known by what they compute: one fused op for queries and one for keys.
+"""Rotary embeddings known by the ops they call: x cos + rotate_half(x) sin, as one op.
 
-Model code calls a function of its own module, `apply_rotary_pos_emb(q, k, cos, sin)`. Where that
-computes the usual formula on a trial, the module's function is replaced, once, by one that looks
-at its input first: a Dual takes the fused op, everything else runs the model's own function.
+`rotate_half` joins minus the second half of the last dimension with the first. Its steps and the
+two products wait (`dual/lazy.py`), and the sum runs the fused op. Tables are [B or 1, 1, S, D], as
+`unsqueeze_dim=1` gives them; any other arrangement runs as written.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stars_fast import ops
-from stars_fast.dual.registry import report
+from stars_fast.dual.lazy import (
+    check_held,
+    dtype_of,
+    is_open,
+    is_plain,
+    recorder,
+    shape_of,
+    step_of,
+    wait,
+)
+from stars_fast.dual.registry import observed, report
 from stars_fast.dual.tensor import Dual
-from stars_fast.ops import reference
-
-_NAME = "apply_rotary_pos_emb"
-_seen: set[str] = set()
 
 
-def adopt_rotary(cls: type) -> None:
-    """Look at the rotary function of the Python module that defines `cls`."""
-    if cls.__module__ in _seen:
-        return
-    _seen.add(cls.__module__)
-    names = getattr(sys.modules.get(cls.__module__), "__dict__", {})
-    function = names.get(_NAME)
-    if callable(function) and _is_rotary(function):
-        names[_NAME] = _fused(function)
+def _half_shape(x: Dual) -> torch.Size:
+    shape = shape_of(x)
+    return torch.Size((*shape[:-1], shape[-1] // 2))
 
 
-def _is_rotary(function: Callable[..., Any]) -> bool:
-    """Whether function(q, k, cos, sin) rotates q and k as `reference.rotary` does."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, cos, sin = (
-        torch.randn(shape, generator=generator)
-        for shape in ((2, 3, 5, 8), (2, 1, 5, 8), (2, 5, 8), (2, 5, 8))
-    )
-    # Models give both halves of an angle the same cosine and sine.
-    cos, sin = torch.cat((cos[..., :4],) * 2, -1), torch.cat((sin[..., :4],) * 2, -1)
-    try:
-        with torch.no_grad():
-            found = function(q, k, cos, sin)
-    except Exception:  # a stranger's function may raise anything; then it is simply not known
-        return False
-    if not isinstance(found, tuple) or len(found) != 2:
-        return False
-    return all(
-        isinstance(mine, Tensor)
-        and mine.shape == x.shape
-        and torch.allclose(mine, reference.rotary(x, cos, sin), rtol=1e-5, atol=1e-6)
-        for mine, x in zip(found, (q, k), strict=True)
-    )
+def _may_turn(x: Any) -> bool:
+    return is_open(x) and x.step is None and x.stack.dim() == 5 and x.stack.shape[-1] % 2 == 0
 
 
-def _fits(x: Any, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the fused op has the same result, dtype included."""
-    return (
-        type(x) is Dual
-        and x.dim() == 4
-        and cos.dim() == 3
-        and cos.shape[0] in (1, x.shape[0])
-        and cos.shape[1:] == x.shape[2:]
-        and cos.shape == sin.shape
-        and x.shape[-1] % 2 == 0
-        and torch.promote_types(x.dtype, cos.dtype) == x.dtype
-        and cos.dtype == sin.dtype
-        and not (cos.requires_grad or sin.requires_grad)
-    )
+@recorder("__getitem__")
+def half(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    """x[..., : D / 2] and x[..., D / 2 :]."""
+    x, index = args
+    if not _may_turn(x) or type(index) is not tuple or len(index) != 2:
+        return None
+    middle, part = x.stack.shape[-1] // 2, index[1]
+    if index[0] is not Ellipsis or type(part) is not slice or part.step is not None:
+        return None
+    bounds = part.start, part.stop
+    if bounds in ((None, middle), (0, middle)):
+        kind = "first half"
+    elif bounds in ((middle, None), (middle, 2 * middle)):
+        kind = "second half"
+    else:
+        return None
+    return wait(kind, x, (func, args, kwargs), shape=_half_shape(x))
 
 
-def _fused(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def apply_rotary_pos_emb(*args: Any, **kwargs: Any) -> Any:
-        if len(args) != 4 or kwargs:
-            return original(*args, **kwargs)
-        q, k, cos, sin = args
-        plain = type(cos) is Tensor and type(sin) is Tensor
-        if not plain or not _fits(q, cos, sin) or not _fits(k, cos, sin):
-            return original(*args)
-        turned = tuple(Dual(ops.rotary(x.stack, cos, sin)) for x in (q, k))
-        report(_NAME, "fused")
-        return turned[0], turned[1]
+@recorder("chunk")
+def halves(func: Any, args: tuple, kwargs: dict) -> Any:
+    """x.chunk(2, -1)."""
+    x = args[0]
+    given = dict(zip(("chunks", "dim"), args[1:], strict=False), **kwargs)
+    if not _may_turn(x) or given not in ({"chunks": 2, "dim": -1}, {"chunks": 2, "dim": 3}):
+        return None
+    middle = x.stack.shape[-1] // 2
+    parts = (slice(None, middle), slice(middle, None))
+    return tuple(torch.Tensor.__getitem__(x, (..., part)) for part in parts)
 
-    return apply_rotary_pos_emb
+
+@recorder("neg", "negative", "__neg__")
+def negative(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    step = step_of(args[0], "second half")
+    if step is None:
+        return None
+    return wait("-second half", args[0], (func, args, kwargs), value=step.of)
+
+
+@recorder("cat", "concat", "concatenate")
+def join(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    given = dict(zip(("tensors", "dim"), args, strict=False), **kwargs)
+    tensors = given.get("tensors")
+    if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or given.keys() - _CAT:
+        return None
+    second, first = step_of(tensors[0], "-second half"), step_of(tensors[1], "first half")
+    if second is None or first is None or given.get("dim") not in (-1, 3):
+        return None
+    x = first.of
+    if second.value is not x:
+        return None
+    return wait("turned", tensors[1], (func, args, kwargs), value=x, shape=shape_of(x))
+
+
+_CAT = {"tensors", "dim"}
+
+
+@recorder("mul", "multiply", "__mul__", "__rmul__")
+def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    """x cos, or rotate_half(x) sin."""
+    if len(args) != 2 or kwargs:
+        return None
+    x, table = args if type(args[0]) is Dual else args[::-1]
+    if not is_plain(table) or table.dim() != 4 or table.requires_grad:
+        return None
+    turned = step_of(x, "turned")
+    if turned is None and not _may_turn(x):
+        return None
+    source = x if turned is None else turned.value
+    batch, _, length, width = shape_of(source)
+    if table.shape not in ((1, 1, length, width), (batch, 1, length, width)):
+        return None
+    if torch.promote_types(table.dtype, dtype_of(x)) != dtype_of(x):
+        return None
+    kind = "x cos" if turned is None else "turned sin"
+    return wait(kind, x, (func, args, kwargs), value=(source, table), uses=table)
+
+
+@recorder("add", "__add__")
+def rotated(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+    if len(args) != 2 or kwargs:
+        return None
+    even, odd = step_of(args[0], "x cos"), step_of(args[1], "turned sin")
+    if even is None or odd is None:
+        return None
+    (x, cos), (y, sin) = even.value, odd.value
+    if x is not y or cos.dtype != sin.dtype or cos.shape != sin.shape:
+        return None
+    check_held(even)
+    check_held(odd)
+    return _rotate(x, cos.squeeze(1), sin.squeeze(1))
+
+
+def _rotate(x: Dual, cos: Tensor, sin: Tensor) -> Dual:
+    stack = ops.rotary(x.stack, cos, sin)
+    if x.stack.is_contiguous():  # the op writes the memory order [S, H] of projections
+        stack = stack.contiguous()
+    if observed():
+        stack.made = "rotary", (x,)  # type: ignore[attr-defined]
+    report("rotary", "fused")
+    return Dual(stack)

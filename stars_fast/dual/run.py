@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.fresh import FreshTensors
-from stars_fast.dual.modules import adopt, modules_of
+from stars_fast.dual.parts import release
 from stars_fast.dual.scope import dual_scope
-from stars_fast.dual.tensor import Dual, check_history, primal_of
+from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 
 
@@ -32,7 +32,6 @@ def dual_pass(
     Raises:
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
-    adopt(block)
     try:
         with dual_scope(), masks_of_one_pass(), FreshTensors():
             output = first_output(block(Dual(stack), *args, **kwargs))
@@ -49,33 +48,6 @@ def dual_pass(
         )
     check_history(output)
     return output.stack
-
-
-def release(block: Any) -> None:
-    """Leave no Dual behind on the modules of a block: what a forward stored there, such as a running
-    mean or an auxiliary loss, becomes its primal."""
-    for module in modules_of(block):
-        for held in (module.__dict__, module._buffers):
-            for key, value in held.items():
-                if type(value) is Dual:
-                    held[key] = value.stack[0]
-                elif type(value) in _CONTAINERS and value:
-                    held[key] = _primals(value)
-
-
-_CONTAINERS = (list, tuple, dict)
-
-
-def _primals(value: Any) -> Any:
-    """A container with the primals of its Duals; the same object where it can be written."""
-    if type(value) is dict:
-        value.update({k: v.stack[0] for k, v in value.items() if type(v) is Dual})
-    elif any(type(each) is Dual for each in value):
-        parts = [primal_of(each) for each in value]
-        if type(value) is tuple:
-            return tuple(parts)
-        value[:] = parts
-    return value
 
 
 def first_output(output: Any) -> Any:

@@ -11,6 +11,7 @@ nothing new.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ class Dual(torch.Tensor):
     """
 
     stack: Tensor
+    # The op that it waits for (`lazy.Step`): until then it has no stack.
+    step: Any = None
     # Whether autograd unpacked this pair, from what it had saved; whether it was a plain tensor of the
     # block's own, with the history it had then.
     unpacked = False
@@ -65,6 +68,26 @@ class Dual(torch.Tensor):
     def __init__(self, stack: Tensor) -> None:
         pass
 
+    @classmethod
+    def waiting(cls, step: Any) -> Dual:
+        """A Dual whose stack `step` (a `lazy.Step`) will give."""
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            step.shape,
+            dtype=step.dtype,
+            device=step.device,
+            requires_grad=step.grad and step.smooth,
+        )
+        self.step = step
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for what is not there: the attributes of a Dual that waits."""
+        if self.step is None:
+            raise AttributeError(f"'Dual' object has no attribute {name!r}")
+        _settle(self)
+        return getattr(self, name)
+
     @property
     def primal(self) -> Tensor:
         """The value, [*shape]: a view of the stack."""
@@ -92,20 +115,10 @@ class Dual(torch.Tensor):
         if len(types) > 1:
             _check_types(func, types)
         for arg in (*args, *kwargs.values()):
-            if type(arg) is Dual:
+            if type(arg) is Dual and arg.step is None:
                 check_history(arg)
-        found = RULES.get(func)
-        if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
-            return _unknown(func, args, kwargs)
-        try:
-            result = found.handler(*args, **kwargs)
-        except TypeError:
-            if found.accepts(args, kwargs):
-                raise
-            # A form of the torch function that the rule does not know, such as axis= for dim=.
-            return _unknown(func, args, kwargs)
-        report(found.name, found.kind)
-        return result
+        result = _ask(func, args, kwargs)
+        return answer(func, args, kwargs) if result is None else result
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -129,6 +142,32 @@ class Dual(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("stars_fast: a Dual lives inside one pass and can't be pickled")
+
+
+def answer(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run one op on Duals, now."""
+    found = RULES.get(func)
+    if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
+        return _unknown(func, args, kwargs)
+    try:
+        result = found.handler(*args, **kwargs)
+    except TypeError:
+        if found.accepts(args, kwargs):
+            raise
+        # A form of the torch function that the rule does not know, such as axis= for dim=.
+        return _unknown(func, args, kwargs)
+    report(found.name, found.kind)
+    return result
+
+
+_ask: Callable[[Any, tuple, dict], Any] = lambda func, args, kwargs: None  # noqa: E731
+_settle: Callable[[Dual], None]
+
+
+def set_recorder(ask: Callable[[Any, tuple, dict], Any], settle: Callable[[Dual], None]) -> None:
+    """Let `ask` see every call first, and `settle` give a Dual that waits its stack."""
+    global _ask, _settle
+    _ask, _settle = ask, settle
 
 
 def _unknown(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.dropped import dropped
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, primal_of
 
@@ -17,13 +18,13 @@ from stars_fast.dual.tensor import Dual, primal_of
 _PRIMAL = """
     dtype device layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested
     is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device is_floating_point
-    is_complex is_contiguous is_inference is_conj stride storage_offset is_same_size bool item
-    tolist __bool__ __int__ __float__ __index__ __contains__ is_nonzero eq ne lt le gt ge equal
+    is_complex is_contiguous is_inference is_conj stride storage_offset is_same_size bool
+    __bool__ __int__ __index__ __contains__ is_nonzero eq ne lt le gt ge equal
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater greater_equal less
     less_equal not_equal isnan isinf isfinite isposinf isneginf isreal signbit logical_not
     logical_and logical_or logical_xor any all argmax argmin argsort count_nonzero nonzero
     bucketize searchsorted sign sgn floor ceil round trunc long int short byte randint_like
-    new_tensor result_type can_cast is_signed is_distributed
+    result_type can_cast is_signed is_distributed
 """.split()
 
 
@@ -42,6 +43,34 @@ def _register_primal() -> None:
 
 
 _register_primal()
+
+
+def _register_numbers() -> None:
+    """What makes a number of a value: the number has no tangent, which is said."""
+    for name in ("item", "tolist", "__float__", "__complex__"):
+        method = getattr(Tensor, name)
+
+        def answer(input: Dual, _name: str = name, _method: Callable[..., Any] = method) -> Any:
+            dropped(_name.strip("_"), input)
+            return _method(input.stack[0])
+
+        add_rule(name, "primal", answer)
+
+
+_register_numbers()
+
+
+@rule("new_tensor", kind="primal")
+def new_tensor(input: Any, data: Any, **kwargs: Any) -> Tensor:
+    if type(data) is Dual:
+        dropped("new_tensor", data)
+        data = data.stack[0].detach()
+    return primal_of(input).new_tensor(data, **kwargs)
+
+
+@rule("__format__", kind="primal")
+def format_(input: Dual, format_spec: str) -> str:
+    return format(input.stack[0], format_spec)
 
 
 @rule("shape", kind="primal")
@@ -131,6 +160,8 @@ def _is_ours(frame: FrameType) -> bool:
 
 @rule("data", kind="primal")
 def data(input: Dual) -> Tensor:
+    """A constant, as `detach`, but not always meant as one."""
+    dropped("data", input)
     return input.stack[0].detach()
 
 
@@ -142,10 +173,13 @@ _FRESH = """
 """.split()
 
 
-def _fresh(target: Callable[..., Any]) -> Callable[..., Any]:
+def _fresh(name: str, target: Callable[..., Any]) -> Callable[..., Any]:
     plain = _by_primal(target)
 
     def answer(*args: Any, **kwargs: Any) -> Any:
+        for fill in (*args[1:], *kwargs.values()):
+            if type(fill) is Dual:
+                dropped(f"fill value in {name}", fill)
         value = plain(*args, **kwargs)
         return Dual.join(value, torch.zeros_like(value)) if value.is_floating_point() else value
 
@@ -155,7 +189,7 @@ def _fresh(target: Callable[..., Any]) -> Callable[..., Any]:
 def _register_fresh() -> None:
     for name in _FRESH:
         for target in objects_named(name):
-            RULES[target] = Rule(name, "stacked", _fresh(target))
+            RULES[target] = Rule(name, "stacked", _fresh(name, target))
 
 
 _register_fresh()

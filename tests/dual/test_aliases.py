@@ -453,9 +453,7 @@ def test_selective_checkpointing_of_products_adds_the_bias_once():
     )
 
     def block(h):
-        return checkpoint(
-            lambda x: linear(x.sin()).sin(), h, use_reentrant=False, context_fn=keep
-        )
+        return checkpoint(lambda x: linear(x.sin()).sin(), h, use_reentrant=False, context_fn=keep)
 
     assert_matches_differences(block, numbers(3, 4), [linear.weight, linear.bias])
 
@@ -587,7 +585,9 @@ def test_a_write_below_the_fallback_is_noticed():
         )
 
 
-@pytest.mark.parametrize("call", ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"])
+@pytest.mark.parametrize(
+    "call", ["all_reduce", "broadcast", "all_gather", "all_gather_into_tensor"]
+)
 def test_collectives_are_refused(call, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
     try:

@@ -1,0 +1,60 @@
+"""Where a block turns a tensor with a tangent into a number: said once per place, never in silence.
+
+`x * x.mean().item()` is a product with a constant: its derivative lacks a part. Torch allows it, and
+so does this package, but with a warning at the line of the block that did it, and a line in
+`explain`. `detach()` says the same on purpose and is silent; so are `bool`, comparisons, `int` and
+printing, which have no derivative to lose.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+
+import torch
+
+from stars_fast.dual.registry import report
+from stars_fast.dual.tensor import Dual
+
+_LIBRARIES = ("torch", "stars_fast")
+
+
+class TangentDropped(UserWarning):
+    """A number or tensor made from a tensor with a tangent has none."""
+
+
+def dropped(name: str, x: Dual) -> None:
+    """Warn at the caller's line that `name` loses x's tangent, unless that is exactly zero.
+
+    `data` is the one that does not wait for the device, so there a tangent on it is not looked at.
+    """
+    tangent = x.stack[1]
+    looks = name != "data" or tangent.device.type == "cpu"
+    if looks and not torch.any(tangent != 0):
+        return
+    frame = _place()
+    where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    report(f"{name} at {where}", "dropped")
+    warnings.warn_explicit(
+        f"stars_fast: {name} of a tensor with a tangent gives a constant: its derivative by h goes "
+        "missing in what is computed from it; keep the tensor, or detach() where a constant is "
+        "meant",
+        TangentDropped,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _place() -> FrameType:
+    """The innermost frame of the caller's own code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_library(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES
