@@ -30,6 +30,7 @@ _MAKERS = frozenset(
     for target in objects_named(name)
 )
 
+_count_modes = torch._C._len_torch_function_stack
 _local = threading.local()
 
 
@@ -43,7 +44,9 @@ class FreshTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if Dual in types and all(kind is Dual or is_ordinary(kind) for kind in types):
+        # Straight to the rules, unless a mode of the user's is to see the call first.
+        ordinary = Dual in types and all(kind is Dual or is_ordinary(kind) for kind in types)
+        if ordinary and not _count_modes():
             return Dual.__torch_function__(func, types, args, kwargs)
         before_write(func)
         result = func(*args, **(kwargs or {}))
