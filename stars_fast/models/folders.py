@@ -60,9 +60,8 @@ def not_loaded(path: str | Path, error: Exception) -> str:
     why = str(error).split("\n")[0]
     if Path(path).expanduser().is_dir():
         return f"{path}: can't be loaded: {why}"
-    return (
-        f"{path} does not exist here and can't be loaded from the hub ({why}); expected {EXPECTED}"
-    )
+    where = "does not exist here and can't be loaded from the hub"
+    return f"{path} {where} ({why}); expected {EXPECTED}"
 
 
 def _reason(folder: Path) -> str | None:
