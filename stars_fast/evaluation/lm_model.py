@@ -9,6 +9,7 @@ Importing this module registers it as `stars_fast`:
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -25,6 +26,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList  # noqa: E402
 from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Recording  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
+from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
 from stars_fast.models.ouro.config import check_config  # noqa: E402
 from stars_fast.models.ouro.exits import TurnCount  # noqa: E402
@@ -47,7 +49,8 @@ class StarsFastLM(Recording, HFLM):
         others: as `HFLM`'s: dtype, device, batch_size, max_length, ...
 
     Raises:
-        TypeError, ValueError: the checkpoint is not Ouro's, or an argument is out of range.
+        TypeError, ValueError: there is no such folder, the checkpoint is not whole or not Ouro's,
+            or an argument is out of range.
     """
 
     AUTO_MODEL_CLASS = OuroForCausalLM
@@ -66,6 +69,10 @@ class StarsFastLM(Recording, HFLM):
                 "pretrained: expected a hub id, a folder or an OuroForCausalLM, got "
                 f"{type(pretrained).__name__}"
             )
+        if isinstance(pretrained, str):
+            check_exists(pretrained)
+            if not (Path(pretrained) / "config.json").exists():  # else it is checked when loaded
+                check_folder(pretrained)
         if tol_per not in get_args(Per):
             raise ValueError(f"tol_per must be one of {get_args(Per)}, got {tol_per!r}")
         super().__init__(pretrained, backend="causal", **others)

@@ -117,13 +117,13 @@ def _read_config(path: str) -> tuple[str, str | None]:
     from transformers import PretrainedConfig
     from transformers.utils.hub import cached_file, extract_commit_hash
 
-    from stars_fast.models.folders import EXPECTED
+    from stars_fast.models.folders import not_loaded
 
     try:
         values, _ = PretrainedConfig.get_config_dict(path)
         found = None if Path(path).is_dir() else cached_file(path, "config.json")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: can't be loaded ({error}); expected {EXPECTED}") from error
+        raise ConfigError(not_loaded(path, error)) from error
     return str(values.get("model_type")), extract_commit_hash(found, None)
 
 

@@ -55,6 +55,15 @@ def check_folder(path: str | Path) -> None:
         raise ValueError(f"{path} {reason}")
 
 
+def not_loaded(path: str | Path, error: Exception) -> str:
+    """The message of a failure to load a model, from a folder or from the hub."""
+    why = str(error).split("\n")[0]
+    if Path(path).expanduser().is_dir():
+        return f"{path}: can't be loaded: {why}"
+    where = "does not exist here and can't be loaded from the hub"
+    return f"{path} {where} ({why}); expected {EXPECTED}"
+
+
 def _reason(folder: Path) -> str | None:
     if (folder / "adapter_config.json").exists():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -66,6 +75,8 @@ def _reason(folder: Path) -> str | None:
             "is one of the checkpoints of a run: give the run folder, "
             f"{folder.resolve().parent.parent}, and --step {step}"
         )
+    if (folder / "model" / "config.json").exists():
+        return f"is a run folder, not a checkpoint: write one with stars-fast export {folder} DIR"
     if (folder / "checkpoints").is_dir() or (folder / "config.yaml").exists():
         return (
             "is no run of an Ouro model (model/config.json is missing); the models of the addition "

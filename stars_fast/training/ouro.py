@@ -13,6 +13,7 @@ from stars_fast.checks import check_integer
 from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
+from stars_fast.models.folders import check_exists
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.training import tree
 from stars_fast.training.batches import MicroBatch, Source
@@ -283,6 +284,7 @@ def _load(config: Config, path: str) -> tuple[Any, Any]:
     from stars_fast.models.ouro import OuroForCausalLM
 
     try:
+        check_exists(path)
         model = OuroForCausalLM.from_pretrained(
             path,
             dtype=parameter_dtype(config.precision),

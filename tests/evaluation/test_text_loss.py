@@ -126,7 +126,7 @@ def test_mistakes_of_the_command_are_named(checkpoint, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"said": "a", "count": 1}\n')
     (tmp_path / "empty.txt").write_text("")
     for more, message in (
-        (f"--text {tmp_path}/none.txt", "none.txt: can't be read"),
+        (f"--text {tmp_path}/none.txt", "none.txt: No such file"),
         (f"--text {tmp_path}/none.jsonl", "--text"),
         (f"--text {tmp_path}/empty.txt", "texts must hold a token"),
         (f"--text {tmp_path}/rows.jsonl", "--column must be one of the columns ['said', 'count']"),

@@ -64,6 +64,34 @@ def test_of_models_in_a_folder_one_is_to_be_given(tmp_path):
         check_folder(tmp_path / "out")
 
 
+def test_a_run_is_no_checkpoint(tmp_path):
+    write(tmp_path / "run" / "model", **OURO)
+    write(tmp_path / "run", config__yaml="task: ouro")
+    with pytest.raises(ValueError, match=rf"write one with stars-fast export {tmp_path}/run DIR"):
+        OuroForCausalLM.from_pretrained(tmp_path / "run")
+
+
+def test_lm_eval_is_told_too(tmp_path):
+    pytest.importorskip("lm_eval")
+    from stars_fast.evaluation.lm_model import StarsFastLM
+
+    files, message = FOLDERS["adapter"]
+    with pytest.raises(ValueError, match=message):
+        StarsFastLM(str(write(tmp_path / "adapter", **files)))
+    with pytest.raises(ValueError, match="nowhere does not exist"):
+        StarsFastLM(str(tmp_path / "nowhere"))
+
+
+def test_a_name_that_neither_the_disk_nor_the_hub_knows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for words in (["export", "nope", "out"], ["eval", "nope", "--tasks", "gsm8k"]):
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert "nope does not exist here and can't be loaded from the hub" in said
+        assert said.count("\n") == 1
+
+
 def test_a_checkpoint_of_a_run_is_not_the_run(tmp_path):
     inner = write(tmp_path / "run" / "checkpoints" / "step-000040", __metadata="")
     with pytest.raises(ValueError, match=rf"give the run folder, {tmp_path}/run, and --step 40"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from stars_fast.checks import check_integer
-from stars_fast.models.folders import EXPECTED, check_exists, check_folder
+from stars_fast.models.folders import check_exists, check_folder, not_loaded
 from stars_fast.models.ouro.config import OuroConfig, check_config
 
 # The end of a ChatML turn, `<|im_end|>`: the published tokenizers give it id 2, while eos, bos and
@@ -123,7 +123,7 @@ def model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
     try:
         return OuroForCausalLM.from_pretrained(run, dtype="auto"), str(run)
     except OSError as error:
-        raise ConfigError(f"{run}: can't be loaded ({error}); expected {EXPECTED}") from error
+        raise ConfigError(not_loaded(run, error)) from error
 
 
 def drop_stale_weights(folder: Path) -> None:
