@@ -112,7 +112,7 @@ def _product_dtype(func: Any, input: Dual, dtype: torch.dtype | None) -> torch.d
 
 
 def _reduced(losses: Any, reduction: int, func: Callable[..., Tensor], input: Any) -> Any:
-    """As torch counts them (0 none, 1 mean, 2 sum), in the dtype of `func`'s losses of the input."""
+    """As torch counts them (0 none, 1 mean, 2 sum), in the dtype of `func` of such an input."""
     dtype = eager_dtype(lambda x: func(x, x, reduction="none"), primal_of(input))
     result = losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
     return result.to(dtype)
