@@ -107,6 +107,17 @@ def gelu(input: Dual, *, approximate: str = "none") -> Dual:
     return Dual(in_memory_order(lambda x: ops.pointwise(x, name), input.stack))
 
 
+@rule("glu", kind="product", owners=(F,))
+def glu(input: Dual, dim: int = -1) -> Any:
+    """a sigmoid(b) of the halves a and b."""
+    if input.dim() == 0 or input.shape[dim] % 2:
+        raise RuntimeError(
+            f"glu: input must have an even size along dim={dim}, got shape {list(input.shape)}"
+        )
+    a, b = widened(input).chunk(2, dim)
+    return (a * torch.sigmoid(b)).to(input.dtype)
+
+
 @rule("dropout", kind="stacked")
 def dropout(input: Dual, p: float = 0.5, training: bool = True, inplace: bool = False) -> Dual:
     """One mask for both halves, drawn as for an ordinary tensor."""

@@ -12,9 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.arithmetic import split_pair
+from stars_fast.dual.functional import eager_dtype
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import rule
 from stars_fast.dual.tensor import Dual, primal_of
+from stars_fast.ops.determinant import determinant
 
 
 def _sum_of(*terms: tuple[Tensor, Tensor | None]) -> Any:
@@ -108,9 +111,11 @@ def _product_dtype(func: Any, input: Dual, dtype: torch.dtype | None) -> torch.d
 # -- losses
 
 
-def _reduced(losses: Any, reduction: int) -> Any:
-    """As torch counts them: 0 none, 1 mean, 2 sum."""
-    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+def _reduced(losses: Any, reduction: int, func: Callable[..., Tensor], input: Any) -> Any:
+    """As torch counts them (0 none, 1 mean, 2 sum), in the dtype of `func` of such an input."""
+    dtype = eager_dtype(lambda x: func(x, x, reduction="none"), primal_of(input))
+    result = losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+    return result.to(dtype)
 
 
 @rule("huber_loss", kind="product", owners=(torch._C._nn,))
@@ -118,7 +123,7 @@ def huber_loss(input: Any, target: Any, reduction: int = 1, delta: float = 1.0) 
     distance = torch.abs(widened(input) - widened(target))
     near = distance.clamp(max=delta)
     losses = 0.5 * near * near + delta * (distance - near)
-    return _reduced(losses, reduction).to(input.dtype)
+    return _reduced(losses, reduction, F.huber_loss, input)
 
 
 def _bounded_log(p: Tensor) -> Tensor:
@@ -135,7 +140,7 @@ def binary_cross_entropy(input: Any, target: Any, weight: Any = None, reduction:
     tangent = _sum_of((slope, p_dot), (_bounded_log(1 - p) - _bounded_log(p), t_dot))
     losses = Dual.join(F.binary_cross_entropy(p, t, reduction="none"), tangent)
     losses = losses if weight is None else losses * weight
-    return _reduced(losses, reduction).to(input.dtype)
+    return _reduced(losses, reduction, F.binary_cross_entropy, input)
 
 
 @rule("kl_div", kind="product", owners=(torch,))
@@ -147,7 +152,7 @@ def kl_div(input: Any, target: Any, reduction: int = 1, *, log_target: bool = Fa
         zero = t == 0
         entropy = t * torch.log(t.masked_fill(zero, 1.0))
         losses = entropy.masked_fill(zero, 0.0) - t * x
-    return _reduced(losses, reduction).to(input.dtype)
+    return _reduced(losses, reduction, F.kl_div, input)
 
 
 # -- distances
@@ -190,6 +195,14 @@ def cholesky_inverse(input: Dual, upper: bool = False) -> Any:
     eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     inverse = torch.linalg.solve_triangular(factor, eye.expand(input.shape), upper=upper)
     return inverse @ inverse.mT if upper else inverse.mT @ inverse
+
+
+@rule("det", kind="fused", owners=(torch, torch.Tensor, torch.linalg))
+def det(input: Any) -> Dual:
+    """At matrices of any rank: torch's tangent is wrong at some singular ones."""
+    if input.is_complex():
+        return jvp(torch.linalg.det, "det", (input,), {})
+    return Dual(determinant(input.stack))
 
 
 # -- pooling

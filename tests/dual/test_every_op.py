@@ -38,6 +38,11 @@ LEFT_OUT = {
     "std": "torch gives 0 for the tangent of a NaN over no elements",
     "std_mean": "torch gives 0 for the tangent of a NaN over no elements",
 }
+# Compared with differences of the value instead of torch's tangent.
+TORCH_IS_WRONG = {
+    "logcumsumexp": "its tangent is off at spread inputs",
+    "scatter_reduce prod": "it has no tangent, and torch.func.jvp says 0",
+}
 FAMILIES_LEFT_OUT = ("_", "masked.", "sparse", "to_sparse", "torch.ops", "jiterator")
 
 
@@ -53,6 +58,14 @@ def seeded(run, inputs):
     torch.manual_seed(1)
     with dual_scope():
         return run(inputs)
+
+
+def differences(run, primals, tangents):
+    """Derivatives of the results in the direction of the tangents."""
+    step = 1e-6
+    up = run([p + step * t for p, t in zip(primals, tangents, strict=True)])
+    down = run([p - step * t for p, t in zip(primals, tangents, strict=True)])
+    return [(a - b) / (2 * step) for a, b in zip(up, down, strict=True)]
 
 
 def check_sample(op, sample, stats):
@@ -75,6 +88,10 @@ def check_sample(op, sample, stats):
         values, derivatives = torch.func.jvp(lambda *p: tuple(run(p)), primals, tangents)
     except (RuntimeError, NotImplementedError):
         return  # torch itself has no derivative for this sample
+    close = {"equal_nan": True}
+    if f"{op.name} {op.variant_test_name}".strip() in TORCH_IS_WRONG:
+        derivatives = differences(run, primals, tangents)
+        close.update(rtol=1e-6, atol=1e-6)
     stacks = [torch.stack(pair).requires_grad_() for pair in zip(primals, tangents, strict=True)]
     try:
         outputs = seeded(run, [Dual(stack) for stack in stacks])
@@ -92,7 +109,7 @@ def check_sample(op, sample, stats):
         assert out.shape == value.shape
         if type(out) is Dual:
             torch.testing.assert_close(out.stack[0], value, equal_nan=True)
-            torch.testing.assert_close(out.stack[1], derivative, equal_nan=True)
+            torch.testing.assert_close(out.stack[1], derivative, **close)
         else:
             torch.testing.assert_close(out, value, equal_nan=True)
             assert not derivative.any(), "a tangent went missing"

@@ -1,6 +1,7 @@
 """Ops at large, small, equal, zero and saturated inputs, against sixty digits; at kinks, against
 the gradient of eager PyTorch."""
 
+import itertools
 import math
 import warnings
 
@@ -362,6 +363,35 @@ def test_rows(name, dtype):
         if name in ("atan2", "hypot") and kind == "zeros":
             x = x + (x == 0)  # their kink is below
         check(f, exact, x)
+
+
+def leibniz(m):
+    """The determinant of [4, 4] as a sum over permutations."""
+    total = mpf(0)
+    for order in itertools.permutations(range(4)):
+        swaps = sum(order[j] > order[i] for i in range(4) for j in range(i))
+        total += (-1) ** swaps * mpmath.fprod(m[i, k] for i, k in enumerate(order))
+    return np.array([total], object)
+
+
+def of_rank(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return random((4, rank), generator).round(decimals=1) @ random((rank, 4), generator).round()
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        *(of_rank(rank) for rank in range(4)),
+        torch.diag(torch.tensor([1.0, 2, 0, 3]).double()),
+        torch.eye(4).double(),
+        random((4, 4), torch.Generator().manual_seed(7)),
+    ],
+    ids=["rank-0", "rank-1", "rank-2", "rank-3", "diagonal", "identity", "full"],
+)
+def test_determinants_of_any_rank(x):
+    check(lambda x: linalg.det(x)[None], leibniz, x)
+    check(lambda x: torch.stack((x, 2 * x)).det()[1:] / 16, leibniz, x)
 
 
 # -- kinks: equal, zero and infinite entries, where the derivative is a convention
