@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from glob import glob
-from typing import Any
 
 import setuptools
 from setuptools import Distribution, Extension, setup
@@ -32,6 +31,7 @@ CXX_FLAGS = [
     "-fno-trapping-math",  # as the default in what is computed, infinities and NaN included
 ]
 NAMED = os.environ.get("STARS_FAST_BUILD") or None
+REFUSAL = "STARS_FAST_BUILD={} can't be built: "
 IS_TRIAL = "STARS_FAST_TRIAL" in os.environ
 
 
@@ -71,27 +71,23 @@ def trial(target: str) -> str | None:
         return None
     lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
     errors = [line for line in lines if re.search(r"\berror:|(cannot|not) f(i|ou)nd", line)]
-    return (errors or lines[-1:] or [f"exit code {done.returncode}"])[0]
+    found = (errors or lines[-1:] or [f"exit code {done.returncode}"])[0]
+    return found.removeprefix(REFUSAL.format(target))
 
 
-def kernels(target: str) -> dict[str, Any]:
-    """Arguments of `setup` for the compiled kernels."""
+def kernels(target: str) -> tuple[Extension, type[build_ext]]:
+    """The extension, and the command that builds it or leaves it out."""
     obstacle, base = None, build_ext
     try:
         module = extension(target)
         from torch.utils.cpp_extension import BuildExtension as base
     except Exception as error:
-        module = Extension("stars_fast._native", [])
-        obstacle = str(error).strip().partition("\n")[0]
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-            obstacle = "torch is not in the build environment (pip install --no-build-isolation .)"
-    try:
-        wheel_command = Distribution().get_command_class("bdist_wheel")
-    except BaseError:
-        sys.exit(
-            f"stars_fast: setuptools {setuptools.__version__} can't make a wheel by itself: "
-            'pip install "setuptools>=77"'
-        )
+        module, obstacle = Extension("stars_fast._native", []), first_line(error)
+        if isinstance(error, ImportError):
+            obstacle = (
+                "torch is not in the build environment (pip install --no-build-isolation .): "
+                + obstacle
+            )
 
     class Build(base):
         def run(self) -> None:
@@ -100,11 +96,11 @@ def kernels(target: str) -> dict[str, Any]:
                 try:
                     return super().run()
                 except Exception as error:
-                    if NAMED:
+                    if NAMED and not IS_TRIAL:
                         raise
-                    problem = str(error).strip().partition("\n")[0]
+                    problem = first_line(error)
             if NAMED:
-                sys.exit(f"STARS_FAST_BUILD={target} can't be built: {problem}")
+                sys.exit(REFUSAL.format(target) + problem)
             print(f"stars_fast: built without compiled kernels: {problem}", file=sys.stderr)
             self.extensions = self.distribution.ext_modules = []
 
@@ -112,9 +108,28 @@ def kernels(target: str) -> dict[str, Any]:
             # No symbol of Python is used: no Python version in the name.
             return os.path.join(*name.split(".")) + f".torch{TORCH[0]}.{TORCH[1]}.so"
 
-    class Wheel(wheel_command):
+    return module, Build
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def wheel() -> dict[str, type]:
+    """The command that makes a wheel for any Python, where there is one."""
+    try:  # of setuptools since 70.1, else of the package wheel
+        base = Distribution().get_command_class("bdist_wheel")
+    except BaseError:
+        if {"bdist_wheel", "dist_info", "editable_wheel"} & set(sys.argv):
+            sys.exit(
+                f"stars_fast: setuptools {setuptools.__version__} can't make a wheel by itself: "
+                'pip install "setuptools>=77"'
+            )
+        return {}
+
+    class Wheel(base):
         def run(self) -> None:
-            self.run_command("build")
+            self.run_command("build")  # which may leave the kernels out
             self.root_is_pure = not self.distribution.has_ext_modules()
             super().run()
 
@@ -122,9 +137,17 @@ def kernels(target: str) -> dict[str, Any]:
             tag = super().get_tag()
             return tag if self.root_is_pure else ("py3", "none", tag[2])
 
-    return {"ext_modules": [module], "cmdclass": {"build_ext": Build, "bdist_wheel": Wheel}}
+    return {"bdist_wheel": Wheel}
 
 
 if NAMED not in (None, "none", "cpu", "cuda"):
     sys.exit(f"STARS_FAST_BUILD: expected none, cpu or cuda, got {NAMED!r}")
-setup(**({} if NAMED == "none" else kernels(NAMED or "cpu")))
+commands, modules = wheel(), []
+if NAMED != "none":
+    module, commands["build_ext"] = kernels(NAMED or "cpu")
+    modules = [module]
+setup(
+    license="Apache-2.0",  # pyproject.toml's own form of it needs setuptools 77
+    ext_modules=modules,
+    cmdclass=commands,
+)

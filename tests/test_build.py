@@ -1,6 +1,7 @@
 """How the package builds and installs, with the compiled kernels and without."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -96,12 +97,65 @@ def test_wheel_without_kernels_works_and_says_so_once(tree, tmp_path):
     assert used.stderr.count("compiled kernels are not built") == 1
 
 
-@pytest.mark.parametrize("environment", [{"CXX": "false"}, {"CXX": "/nowhere/c++"}])
-def test_without_a_compiler_the_build_is_pure_python_and_says_so(tree, environment):
-    done = build(tree, **environment)
+def left_out(done):
+    """The line on what is left out: exactly one."""
     assert done.returncode == 0, done.stderr
-    assert "without compiled kernels: no C++ compiler" in done.stderr
-    assert next((tree / "dist").glob("*.whl")).name.endswith("py3-none-any.whl")
+    lines = [line for line in done.stderr.splitlines() if line.startswith("stars_fast:")]
+    (line,) = lines
+    return line
+
+
+def is_pure(tree):
+    (wheel,) = (tree / "dist").glob("*.whl")
+    return wheel.name.endswith("py3-none-any.whl")
+
+
+@pytest.mark.parametrize("compiler", ["false", "/nowhere/c++", "broken"])
+def test_without_a_compiler_the_build_is_pure_python_and_says_so(tree, tmp_path, compiler):
+    if compiler == "broken":  # compiles, can't link
+        compiler = tmp_path / "compiler"
+        compiler.write_text(
+            "#!/bin/sh\n"
+            'case " $* " in *" -shared "*) echo "ld: cannot find -lc10" >&2; exit 1;; esac\n'
+            'exec c++ "$@"\n'
+        )
+        compiler.chmod(0o755)
+    done = build(tree, CXX=str(compiler))
+    assert "built without compiled kernels: " in left_out(done)
+    assert is_pure(tree)
+
+
+def test_kernels_that_fail_after_the_trial_are_left_out_as_well(tree):
+    (tree / "csrc" / "cpu" / "dispatch.cpp").write_text("#error not on this machine\n")
+    (tree / "csrc" / "cpu" / "avx2.cpp").unlink()
+    (tree / "csrc" / "cpu" / "avx512.cpp").unlink()
+    (tree / "csrc" / "cpu" / "baseline.cpp").unlink()
+    (tree / "csrc" / "cpu" / "ops.cpp").unlink()
+    assert "built without compiled kernels: " in left_out(build(tree))
+    assert is_pure(tree)
+    asked = build(tree, STARS_FAST_BUILD="cpu")
+    assert asked.returncode != 0
+    assert "not on this machine" in asked.stdout + asked.stderr
+
+
+def test_cuda_is_not_built_unasked(tree, tmp_path):
+    """Not even where torch is built for CUDA and an nvcc is there."""
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "bin").mkdir(parents=True)
+    nvcc = toolkit / "bin" / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\ntouch {tmp_path}/called\nexit 1\n")
+    nvcc.chmod(0o755)
+    for source in (tree / "csrc" / "cpu").glob("*.cpp"):
+        source.unlink()
+    (tree / "csrc" / "cpu" / "empty.cpp").write_text("void nothing() {}\n")
+    path = f"{toolkit}/bin{os.pathsep}{os.environ['PATH']}"
+    done = build(tree, CUDA_HOME=str(toolkit), PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert not is_pure(tree)
+    assert not (tmp_path / "called").exists()
+    asked = build(tree, CUDA_HOME=str(toolkit), PATH=path, STARS_FAST_BUILD="cuda")
+    assert asked.returncode != 0
+    assert "STARS_FAST_BUILD=cuda can't be built: " in asked.stderr
 
 
 def test_without_torch_the_build_is_pure_python_and_says_so(tree, tmp_path):
@@ -109,8 +163,8 @@ def test_without_torch_the_build_is_pure_python_and_says_so(tree, tmp_path):
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "torch.py").write_text("raise ImportError('not here')")
     done = build(tree, PYTHONPATH=str(tmp_path / "hidden"))
-    assert done.returncode == 0, done.stderr
-    assert "torch is not in the build environment" in done.stderr
+    assert "torch is not in the build environment" in left_out(done)
+    assert is_pure(tree)
     asked = build(tree, PYTHONPATH=str(tmp_path / "hidden"), STARS_FAST_BUILD="cpu")
     assert asked.returncode != 0
     assert "STARS_FAST_BUILD=cpu can't be built: torch is not" in asked.stderr
@@ -119,10 +173,56 @@ def test_without_torch_the_build_is_pure_python_and_says_so(tree, tmp_path):
 def test_a_build_that_is_asked_for_and_impossible_is_an_error(tree):
     done = build(tree, STARS_FAST_BUILD="cpu", CXX="false")
     assert done.returncode != 0
-    assert "STARS_FAST_BUILD=cpu can't be built: no C++ compiler: 'false'" in done.stderr
+    assert "STARS_FAST_BUILD=cpu can't be built: " in done.stderr
+    assert "'false'" in done.stderr.splitlines()[-1]
+    trial = tree / "csrc" / "trial" / "cpu" / "trial.cpp"
+    trial.write_text("#include <not/there.h>\n")
+    done = build(tree, STARS_FAST_BUILD="cpu")
+    assert done.returncode != 0
+    assert re.search(r"can't be built: .*trial\.cpp:1.*error: .*not/there\.h", done.stderr)
     done = build(tree, STARS_FAST_BUILD="fpga")
     assert done.returncode != 0
     assert "expected none, cpu or cuda, got 'fpga'" in done.stderr
+
+
+WITHOUT_WHEELS = """
+import sys, setuptools
+from setuptools.errors import BaseError
+plain = setuptools.Distribution.get_command_class
+def older(self, command):
+    if command == "bdist_wheel" and command not in self.cmdclass:
+        raise BaseError("invalid command 'bdist_wheel'")
+    return plain(self, command)
+setuptools.Distribution.get_command_class = older
+sys.argv = ["setup.py", "-q", sys.argv[1]]
+exec(compile(open("setup.py").read(), "setup.py", "exec"))
+"""
+
+
+def test_a_setuptools_that_makes_no_wheels_is_said_in_one_line(tree):
+    def older(command):
+        return subprocess.run(
+            [sys.executable, "-c", WITHOUT_WHEELS, command],
+            cwd=tree,
+            env={**os.environ, "STARS_FAST_BUILD": "none"},
+            capture_output=True,
+            text=True,
+        )
+
+    done = older("bdist_wheel")
+    assert done.returncode != 0
+    assert done.stderr.startswith("stars_fast: setuptools ")
+    assert done.stderr.endswith('pip install "setuptools>=77"\n')
+    assert older("egg_info").returncode == 0  # what pip asks before it installs the package wheel
+
+
+def test_the_metadata_name_the_licence(tree):
+    done = build(tree, "egg_info", STARS_FAST_BUILD="none")
+    assert done.returncode == 0, done.stderr
+    (folder,) = tree.glob("*.egg-info")
+    text = (folder / "PKG-INFO").read_text()
+    assert re.search(r"^License(-Expression)?: Apache-2\.0$", text, re.MULTILINE)
+    assert "License-File: LICENSE\n" in text
 
 
 def test_the_source_archive_has_the_sources(tree):
