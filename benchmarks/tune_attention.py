@@ -1,11 +1,13 @@
 """Which tiles the dual attention kernels should take on this GPU.
 
     python benchmarks/tune_attention.py [--width 128] [--length 4096] [--json FILE]
+    python benchmarks/tune_attention.py --documents 600       # tokens of each packed document
+    python benchmarks/tune_attention.py --kv-heads 4          # grouped heads
 
 Tries tile sizes, warps and stages for each kernel of `stars_fast/ops/triton/tiles.py`, one kernel
 at a time, on causal bf16 attention of 16 heads: compiled first, in parallel processes, then timed
 alone. What does not fit the GPU's shared memory or is not compiled in time is left out. Prints the
-best next to the present tile.
+best next to the present tile. `--device cpu --small` proves the script in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -17,86 +19,123 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import product
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from triton.testing import do_bench
+from torch import Tensor
 
 from stars_fast import ops
 from stars_fast.ops.triton import tiles
-from stars_fast.ops.triton.tiles import Tile
+from stars_fast.ops.triton.tiles import JOINT_WIDTH, Tile
 
 HEADS = 16
 
 
 def kernels(width: int) -> tuple[str, ...]:
-    return ("forward", "keys", "queries") if width <= 64 else (
-        "forward", "keys_v", "keys_k", "queries"
-    )  # fmt: skip
+    keys = ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k")
+    return ("forward", *keys, "queries")
 
 
-def candidates(present: Tile) -> list[Tile]:
+def candidates(present: Tile, small: bool) -> list[Tile]:
     sizes = product((64, 128), (16, 32, 64), (4, 8), (2, 3))
     all_tiles = [Tile(*size, present.slabs) for size in sizes]
+    if small:
+        all_tiles = [Tile(16, 16, 4, 1, present.slabs)]
     return [present, *(tile for tile in all_tiles if tile != present)]
 
 
-def inputs(width: int, length: int) -> list[torch.Tensor]:
-    shape = 2, 1, HEADS, length, width
-    return [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
-    ]
+class Case:
+    """Inputs, and the table of tiles that their kernels are picked from."""
+
+    def __init__(self, options: argparse.Namespace, length: int) -> None:
+        self.options = options
+        device = torch.device(options.device)
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+        heads, kv_heads = HEADS, options.kv_heads
+        if options.small:
+            heads, kv_heads = 2, 1
+        self.leaves = [
+            torch.randn(2, 1, n, length, options.width, device=device, dtype=self.dtype)
+            for n in (heads, kv_heads, kv_heads)
+        ]
+        self.spans = None
+        if options.documents:
+            bounds = [*range(0, length, options.documents), length]
+            at = torch.tensor(bounds, device=device)
+            self.spans = ops.Spans.of_documents(at, at, length, length, True)
+        self.table = tiles.table(self.leaves[0])
+
+    def run(self, kernel: str) -> Callable[[], Any]:
+        """The forward, or the backward with all its kernels."""
+        leaves = [x.requires_grad_() for x in self.leaves]
+        if kernel == "forward":
+            return lambda: self.attend([x.detach() for x in leaves])
+        out = self.attend(leaves)
+        grad = torch.randn_like(out)
+
+        def backward() -> Any:
+            with ops.backend("triton"):
+                return torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+        return backward
+
+    def attend(self, leaves: list[Tensor]) -> Tensor:
+        with ops.backend("triton"):
+            return ops.attention(*leaves, causal=self.spans is None, spans=self.spans)
+
+    def milliseconds(self, kernel: str) -> float:
+        run = self.run(kernel)
+        if self.options.device == "cpu":
+            begin = time.perf_counter()
+            run()
+            return 1e3 * (time.perf_counter() - begin)
+        from triton.testing import do_bench
+
+        return do_bench(run, warmup=10, rep=40, return_mode="median")
 
 
-def run(kernel: str, leaves: list[torch.Tensor], grad: torch.Tensor | None = None) -> torch.Tensor:
-    out = ops.attention(*leaves, causal=True)
-    if kernel != "forward":
-        torch.autograd.grad(out, leaves, torch.ones_like(out) if grad is None else grad)
-    return out
-
-
-def milliseconds(kernel: str, leaves: list[torch.Tensor]) -> float:
-    if kernel == "forward":
-        with torch.no_grad():
-            return do_bench(lambda: run("forward", leaves), return_mode="median")
-    out = ops.attention(*leaves, causal=True)
-    grad = torch.randn_like(out)
-    return do_bench(
-        lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), return_mode="median"
-    )
-
-
-def compile_part(width: int, part: int, parts: int) -> None:
+def compile_part(options: argparse.Namespace, part: int, parts: int) -> None:
     """Fill the cache of compiled kernels with every `parts`-th candidate."""
-    leaves, table = inputs(width, 256), tiles._16_BITS[tiles.architecture(torch.device("cuda"))]
-    work = [(k, tile) for k in kernels(width) for tile in candidates(table[k, width])]
+    width = options.width
+    case = Case(options, min(options.length, 256))
+    table = case.table
+    work = [
+        (k, tile) for k in kernels(width) for tile in candidates(table[k, width], options.small)
+    ]
     for kernel, tile in work[part::parts]:
         before, table[kernel, width] = table[kernel, width], tile
         try:
-            run(kernel, leaves)
-            torch.cuda.synchronize()
+            case.run(kernel)()
+            if options.device == "cuda":
+                torch.cuda.synchronize()
             print(json.dumps([kernel, *tile]), flush=True)
         except Exception as error:  # whatever does not compile is no candidate
             print(f"{kernel} {tuple(tile)}: {str(error)[:90]}", file=sys.stderr)
         table[kernel, width] = before
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--width", type=int, default=128, choices=(64, 128, 256))
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--seconds", type=float, default=120, help="for compiling")
-    parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.part:
-        compile_part(options.width, *options.part)
-        return
+def compiled(options: argparse.Namespace) -> set[tuple[Any, ...]]:
+    """The candidates that compile within the time, by processes beside each other."""
+    if options.small:  # the interpreter compiles nothing
+        table = Case(options, 16).table
+        return {
+            (k, *tile)
+            for k in kernels(options.width)
+            for tile in candidates(table[k, options.width], True)
+        }
     count = max(1, (os.cpu_count() or 2) - 1)
-    command = [sys.executable, __file__, *sys.argv[1:], "--part"]
+    command = [sys.executable, __file__]
+    for name in ("width", "length", "kv_heads", "documents", "device"):
+        command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     with tempfile.TemporaryFile("w+") as ready:
         parts = [
-            subprocess.Popen([*command, str(i), str(count)], stdout=ready) for i in range(count)
+            subprocess.Popen([*command, "--part", str(i), str(count)], stdout=ready)
+            for i in range(count)
         ]
         end = time.monotonic() + options.seconds
         for part in parts:
@@ -104,29 +143,64 @@ def main() -> None:
                 part.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 part.kill()
+                part.wait()
         ready.seek(0)
-        compiled = {tuple(json.loads(line)) for line in ready}
-    leaves = inputs(options.width, options.length)
-    table = tiles._16_BITS[tiles.architecture(torch.device("cuda"))]
-    results = {}
-    for kernel in kernels(options.width):
-        present, timed = table[kernel, options.width], []
-        for tile in candidates(present):
-            if tile != present and (kernel, *tile) not in compiled:
+        return {tuple(json.loads(line)) for line in ready if line.endswith("\n")}
+
+
+def tune(options: argparse.Namespace, found: Callable[[str, dict[str, Any]], None]) -> None:
+    """Calls `found(kernel, {"present": [ms, tile], "best": [[ms, tile], ...]})` for each kernel as
+    soon as it has been timed. The best tiles stay in the table of this process."""
+    end = time.monotonic() + options.until
+    known = compiled(options)
+    case, width = Case(options, options.length), options.width
+    for kernel in kernels(width):
+        present, timed = case.table[kernel, width], []
+        for tile in candidates(present, options.small):
+            late = timed and time.monotonic() > end
+            if late or (tile != present and (kernel, *tile) not in known):
                 continue
-            table[kernel, options.width] = tile
-            timed.append((milliseconds(kernel, leaves), tuple(tile)))
-        before = next(ms for ms, tile in timed if tile == tuple(present))
+            case.table[kernel, width] = tile
+            timed.append((case.milliseconds(kernel), tuple(tile)))
+        before = timed[0][0]  # the present tile comes first
         timed.sort()
-        table[kernel, options.width] = Tile(*timed[0][1])
-        results[kernel] = {"present": [before, tuple(present)], "best": timed[:6]}
-        print(f"{kernel}: {tuple(present)} {before:.3f} ms; best {timed[:4]}", flush=True)
+        case.table[kernel, width] = Tile(*timed[0][1])
+        found(kernel, {"present": [before, tuple(present)], "best": timed[:6]})
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; `Case` and `tune` take them."""
+    found = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    found.add_argument("--width", type=int, default=128, choices=(64, 128, 256))
+    found.add_argument("--length", type=int, default=4096)
+    found.add_argument("--kv-heads", type=int, default=HEADS)
+    found.add_argument("--documents", type=int, default=0, help="tokens of each packed document")
+    found.add_argument("--seconds", type=float, default=120, help="for compiling")
+    found.add_argument("--until", type=float, default=600, help="seconds for all of it")
+    found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    found.add_argument("--small", action="store_true", help="tiny sizes: prove the script")
+    found.add_argument("--json", help="write the result here")
+    found.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
+    return found
+
+
+def main() -> None:
+    options = parser().parse_args()
+    if options.part:
+        compile_part(options, *options.part)
+        return
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "interpreter"
+    result: dict[str, Any] = {"device": name, "width": options.width, "length": options.length}
+    result |= {"kv_heads": options.kv_heads, "documents": options.documents, "kernels": {}}
+
+    def found(kernel: str, row: dict[str, Any]) -> None:
+        result["kernels"][kernel] = row
+        before, present = row["present"]
+        print(f"{kernel}: {present} {before:.3f} ms; best {row['best'][:4]}", flush=True)
         if options.json:
-            with open(options.json, "w") as file:
-                name = torch.cuda.get_device_name()
-                head = {"device": name, "width": options.width, "length": options.length}
-                json.dump({**head, "kernels": results}, file, indent=1)
-                file.write("\n")
+            Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+    tune(options, found)
 
 
 if __name__ == "__main__":

@@ -138,8 +138,10 @@ def rows_of(
     device: str,
     repeats: int,
     peaks: Mapping[str, float],
+    flex: bool = True,
 ) -> dict[str, Row]:
-    """A row for PyTorch's plain op, each backend that answers, and on CUDA FlexAttention."""
+    """A row for PyTorch's plain op, each backend that answers, and on CUDA FlexAttention, which
+    takes long to compile, unless `flex` is False."""
     stacks = [t.to(device, dtype) for t in timed.stacks]
     primals = [t[0].clone() for t in stacks]
     plains = [t.to(device, dtype) for t in timed.plains]
@@ -153,14 +155,15 @@ def rows_of(
             row["wrong"] = True
         return row, both_ways(timed.op, [*stacks, *plains], backend)
 
-    def flex() -> Contender:
+    def compiled_flex() -> Contender:
         return {}, both_ways(flex_attention(primals[0].shape[-2]), primals)
 
     contenders: dict[str, Callable[[], Contender | None]] = {
         "plain": lambda: ({}, both_ways(timed.torch_op, [*primals, *plains]))
     }
-    if "attention" in timed.name and device == "cuda" and primals[0].shape == primals[1].shape:
-        contenders[FLEX] = flex
+    alike = len(primals) > 1 and primals[0].shape == primals[1].shape
+    if flex and "attention" in timed.name and device == "cuda" and alike:
+        contenders[FLEX] = compiled_flex
     contenders |= {name: partial(ours, name) for name in names}
 
     rows: dict[str, Row] = {}

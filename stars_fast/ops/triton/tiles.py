@@ -100,16 +100,19 @@ def architecture(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
+def table(q: Tensor) -> dict[tuple[str, int], Tile]:
+    """The tiles for tensors like q, by kernel and width; changes to it hold."""
+    arch = architecture(q.device)
+    if arch == "interpreter":
+        return _INTERPRETED
+    if q.dtype == torch.float32:
+        return _32_BITS
+    return _16_BITS.get(arch, _SMALL)
+
+
 def pick(kernel: str, q: Tensor) -> Tile:
     """The tile of a kernel for tensors like q [..., D]."""
     width = next((width for width in (64, 128, 256) if q.shape[-1] <= width), None)
     if width is None:
         raise ValueError(f"attention: Triton kernels take heads up to 256 wide, got {q.shape[-1]}")
-    arch = architecture(q.device)
-    if arch == "interpreter":
-        table = _INTERPRETED
-    elif q.dtype == torch.float32:
-        table = _32_BITS
-    else:
-        table = _16_BITS.get(arch, _SMALL)
-    return table[kernel, width]
+    return table(q)[kernel, width]

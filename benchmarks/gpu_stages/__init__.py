@@ -1,0 +1,47 @@
+"""The stages of `gpu_check.py`, in the order of what they are worth on a lent GPU.
+
+A stage is a function of (report, device, small) that adds an entry as soon as it has one. It tries
+each thing by `report.attempt`, so that what fails takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from gpu_stages import (
+    addition,
+    checks,
+    norms,
+    operations,
+    published,
+    smoke,
+    steps,
+    tiles,
+    turns,
+)
+from gpu_stages.report import Report
+
+
+class Stage(NamedTuple):
+    """What runs, its share of the time, and whether it needs the build of the CUDA kernels."""
+
+    run: Callable[[Report, str, bool], None]
+    share: float
+    built: bool = False
+
+
+STAGES = {
+    "smoke": Stage(smoke.smoke, 60),
+    "kernels": Stage(checks.kernels, 50),
+    "turns": Stage(turns.turns, 75),
+    "steps": Stage(steps.steps, 95),
+    "norms": Stage(norms.norms, 25, built=True),
+    "ops": Stage(operations.operations, 40),
+    "tiles": Stage(tiles.tiles, 35),
+    "addition": Stage(addition.addition, 50),
+    "published": Stage(published.published, 50),
+    "dtypes": Stage(checks.dtypes, 120),
+}
+EXTRA = ("dtypes",)
+"""Only if asked for."""

@@ -1,0 +1,73 @@
+"""Ops at Ouro's shapes by backend, against PyTorch's plain ones: attention first, packed too."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from gpu_stages.report import Report
+from stars_fast.bench import machine, op
+from stars_fast.bench.cases import Case, attention_case, backends
+from stars_fast.bench.report import show
+
+PACKED = "attention-packed"
+
+
+def operations(report: Report, device: str, small: bool) -> None:
+    """Without FlexAttention, which takes long to compile."""
+    time_cases(report, device, small, cases(device, small), flex=False)
+
+
+def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
+    """What is timed, and the same at a size that can be checked."""
+    found = op.cases(device, small)
+    attention = [pair for pair in found if pair[0].name.startswith("attention")]
+    documents = [15, 1, 16] if small else [600] * 13 + [392]
+    few = documents if small else [100, 1, 155]
+    shape = (1, 2, 2) if small else (1, 16, 16)
+    width = 16 if small else 128
+    packed = tuple(
+        attention_case(PACKED, *shape, sum(lengths), width, lengths) for lengths in (documents, few)
+    )
+    rows = [pair for pair in found if pair not in attention]
+    return [*attention[:2], packed, *attention[2:], *rows]
+
+
+def time_cases(
+    report: Report, device: str, small: bool, pairs: list[tuple[Case, Case]], flex: bool
+) -> None:
+    """An entry a case."""
+    dtype = torch.bfloat16
+    peaks = machine.peaks(device, dtype)
+    report.add("peaks", {name: float(f"{peak:.4g}") for name, peak in peaks.items()})
+    names = backends(device, dtype)
+    for pair in pairs:
+        report.attempt(
+            pair[0].name, partial(time_case, report, pair, names, device, small, peaks, flex)
+        )
+
+
+def time_case(
+    report: Report,
+    pair: tuple[Case, Case],
+    names: list[str],
+    device: str,
+    small: bool,
+    peaks: dict[str, float],
+    flex: bool,
+) -> None:
+    repeats = 2 if small else 20
+    found = op.rows_of(*pair, names, torch.bfloat16, device, repeats, peaks, flex)
+    show(found, op.COLUMNS)
+    if pair[0].name == PACKED:  # the arithmetic is counted as that of one document
+        found = {
+            name: {key: x for key, x in row.items() if "gemm" not in key and "gflop" not in key}
+            for name, row in found.items()
+        }
+    report.add("ops", {"case": pair[0].name, "rows": found})
+    for name, row in found.items():
+        if row.get("wrong"):
+            report.fail(f"{pair[0].name}: {name}: {row['error']:.1e}")
+        elif name in names and "failed" in row:
+            report.fail(f"{pair[0].name}: {name}: {row['failed']}")

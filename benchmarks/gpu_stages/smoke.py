@@ -1,0 +1,88 @@
+"""Does everything run? One small call of each thing, the newest and most used first."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from gpu_stages.checks import check, every_backend
+from gpu_stages.report import Report
+from gpu_stages.turns import graph_difference
+from stars_fast import fused_jsrr, ops
+from stars_fast.bench import machine
+from stars_fast.bench.blocks import SHAPES, build
+from stars_fast.bench.cases import attention_cases, rotary_case, row_cases
+from stars_fast.bench.step_cases import CASES
+from stars_fast.bench.step_runs import Bench, Steps
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def smoke(report: Report, device: str, small: bool) -> None:
+    """A penalty, a step, a graph, many batches, then all kernels in all dtypes."""
+    report.attempt("machine", lambda: report.add("machine", machine.describe(device)))
+    report.attempt("penalty", partial(penalty, report, device))
+    report.attempt("train step", partial(train_step, report, device))
+    report.attempt("graph", partial(graph, report, device))
+    report.attempt("many batches", partial(many_batches, report, device))
+    cases = [*row_cases(5, 64, 96), rotary_case(1, 2, 7, 64), *attention_cases(small=True)]
+    # What a machine without bf16 arithmetic takes long for is proved once.
+    for dtype in DTYPES[2:] if small else DTYPES:
+        for case in cases:
+            for backend in every_backend(device, dtype):
+                report.attempt(
+                    f"{case.name} {backend} {dtype}",
+                    partial(check, report, case, dtype, device, backend),
+                )
+
+
+def penalty(report: Report, device: str) -> None:
+    block, h, _ = build(SHAPES["ouro"].small(), device, torch.bfloat16)
+    loss = fused_jsrr(block, h)
+    loss.backward()
+    norms = [p.grad.norm() for p in block.parameters() if p.grad is not None]
+    entry = {"what": "fused_jsrr", "loss": loss.item(), "gradient": torch.stack(norms).sum().item()}
+    report.add("smoke", entry)
+    if not all(torch.isfinite(torch.tensor(x)) for x in (entry["loss"], entry["gradient"])):
+        report.fail(f"smoke: {entry}")
+
+
+def train_step(report: Report, device: str) -> None:
+    precision = "mixed" if device == "cuda" else "float32"
+    steps = Steps(Bench("tiny", device, precision, 64, 1, 1), CASES["stars"])
+    steps.prepare()
+    if steps.failed is None:
+        steps()
+    report.add("smoke", {"what": "train_step", "failed": steps.failed, "notes": steps.notes})
+    if steps.failed is not None:
+        report.fail(f"train_step: {steps.failed}")
+
+
+def graph(report: Report, device: str) -> None:
+    if device != "cuda":
+        report.add("smoke", {"what": "graph", "left out": "needs a GPU"})
+        return
+    block, h, u = build(replace(SHAPES["ouro"].small(), layers=1), device, torch.bfloat16)
+    entry = {"what": "graph", "difference": graph_difference(block, h, u)}
+    report.add("smoke", entry)
+    if not entry["difference"] <= 1e-3:
+        report.fail(f"smoke: {entry}")
+
+
+def many_batches(report: Report, device: str) -> None:
+    """More than a grid has places on its second and third axis."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    leaves = [
+        torch.randn(2, 66_000, 1, 3, 16, device=device, dtype=dtype).requires_grad_()
+        for _ in range(3)
+    ]
+    out = ops.attention(*leaves, causal=True)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    finite = all(bool(x.isfinite().all()) for x in (out, *grads))
+    # The first query sees one key.
+    first = (out[:, :, :, 0].float() - leaves[2][:, :, :, 0].float()).abs().max().item()
+    report.add("smoke", {"what": "many batches", "finite": finite, "first": first})
+    if not (finite and first == 0):
+        report.fail(f"many batches: finite {finite}, first query off by {first}")

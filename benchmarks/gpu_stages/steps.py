@@ -1,0 +1,52 @@
+"""Whole training steps of Ouro-1.4B with random weights, the trainer's own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from gpu_stages.report import Report
+from stars_fast.bench.report import FULL
+from stars_fast.bench.step_cases import CASES
+from stars_fast.bench.step_runs import Bench, Steps
+from stars_fast.bench.timing import interleaved
+from stars_fast.training.metrics import peak_flops
+
+OURS = ("sft", "stars-last-quarter-micro", "stars", "jsrr")
+
+
+def steps(report: Report, device: str, small: bool) -> None:
+    """Ours, by tokens of a micro-batch."""
+    for tokens in (64,) if small else (2048, 4096, 8192):
+        name = f"steps of {tokens} tokens"
+        report.attempt(name, partial(cases, report, device, small, tokens, OURS))
+
+
+def cases(report: Report, device: str, small: bool, tokens: int, names: Sequence[str]) -> None:
+    """An entry a case, as soon as its steps are done; model and optimiser are made once."""
+    precision = "mixed" if device == "cuda" else "float32"
+    bench = Bench("tiny" if small else "ouro", device, precision, tokens, 1, None)
+    for name in names:
+        report.attempt(f"{name}, {tokens} tokens", partial(case, report, bench, name))
+
+
+def case(report: Report, bench: Bench, name: str) -> None:
+    """One step to warm up, one that is timed."""
+    steps = Steps(bench, CASES[name])
+    steps.prepare()
+    if steps.failed is None:
+        seconds = interleaved({name: steps}, 1, bench.device)[name]
+    if steps.failed is None:
+        row = steps.row(seconds, peak_flops(bench.device, bench.precision))
+    else:
+        row = {"failed": steps.failed}
+        if steps.failed != FULL:
+            report.fail(f"{name}, {bench.tokens} tokens: {steps.failed}")
+    report.add("steps", {"case": name, "tokens": bench.tokens, **row})
+    del steps
+    gc.collect()
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
