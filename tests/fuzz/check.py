@@ -1,0 +1,150 @@
+"""One program through the dual pass, held against torch itself.
+
+    value      eager, to rounding
+    tangent    central differences of eager along v
+    gradient   of <y_bar, y> + <y_dot_bar, J v> in h and the weights, along one random direction:
+               central differences of that sum, whose value and tangent were just held against eager
+
+Where the differences of two steps disagree with each other, the program sits at a kink.
+"""
+
+import traceback
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from stars_fast import fused_jvp
+
+STEPS = (1e-5, 1e-6, 1e-4)
+EXACT = 1e-9  # relative; fp64 keeps 1e-16, and a program sums some hundred terms
+SLOPE = 2e-5  # relative; central differences in fp64 keep about eight digits of a smooth function
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """kind: agree, illegal (eager refuses too), rough (no finite difference to be had), refused (an
+    error of ours), crash (an error that is not ours), silent (a wrong number)."""
+
+    kind: str
+    detail: str = ""
+
+    @property
+    def fails(self):
+        return self.kind in ("crash", "silent")
+
+
+def check(program):
+    """The outcome of one program."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _Trial(program).outcome()
+
+
+class _Trial:
+    def __init__(self, program):
+        self.program = program
+        self.block = program.block()
+        h, self.v, (W, b, self.c) = program.inputs()
+        self.leaves = [x.requires_grad_() for x in (h, W, b)]
+        self.generator = torch.Generator().manual_seed(program.seed + 1)
+
+    def randn_like(self, x):
+        return torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
+
+    def eager(self, h, W, b):
+        # A block may not write to its input; torch enforces that only for leaves.
+        return self.block(h, W, b, self.c.clone())
+
+    def ours(self, h, W, b):
+        return fused_jvp(self.block, h, self.v, args=(W, b, self.c.clone()))
+
+    def outcome(self):
+        try:
+            y = self.eager(*self.leaves)
+            self.y_bar, self.y_dot_bar = self.randn_like(y), self.randn_like(y)
+            torch.autograd.grad((y * self.y_bar).sum(), self.leaves, allow_unused=True)
+        except Exception as error:
+            return Outcome("illegal", str(error))
+        if not y.isfinite().all():
+            return Outcome("rough", "not finite")
+        try:
+            got, got_dot = self.ours(*self.leaves)
+            loss = self.pair(got, got_dot)
+            grads = torch.autograd.grad(loss, self.leaves, allow_unused=True)
+        except Exception as error:
+            return self.failed(error)
+        if got.shape != y.shape:
+            return Outcome("silent", f"shape {list(got.shape)}, eager {list(y.shape)}")
+        if not torch.allclose(got, y, rtol=EXACT, atol=EXACT):
+            return Outcome("silent", f"value: {_worst(got, y)}")
+        outcome = self.tangent(y, got_dot)
+        return outcome or self.gradient(loss.item(), grads) or Outcome("agree")
+
+    def pair(self, y, y_dot):
+        return (y * self.y_bar).sum() + (y_dot * self.y_dot_bar).sum()
+
+    def failed(self, error):
+        text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [frame.lineno for frame in frames if frame.filename == "<program>"]
+        lines = self.program.source().splitlines()
+        where = lines[places[-1] - 1].strip() if places else "backward"
+        ours = "stars_fast" in text
+        return Outcome("refused" if ours else "crash", f"{text} | at: {where}")
+
+    def moved(self, directions, step):
+        return [x.detach() + step * d for x, d in zip(self.leaves, directions, strict=True)]
+
+    def tangent(self, y, got_dot):
+        still = [torch.zeros_like(x) for x in self.leaves[1:]]
+
+        def slope(step):
+            ends = [self.eager(*self.moved([self.v, *still], s)) for s in (step, -step)]
+            return (ends[0] - ends[1]) / (2 * step)
+
+        with torch.no_grad():
+            return _compare("tangent", slope, got_dot.detach())
+
+    def gradient(self, loss, grads):
+        directions = [self.randn_like(x) for x in self.leaves]
+        analytic = sum(
+            (g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None
+        )
+
+        def slope(step):
+            ends = [self.pair(*self.ours(*self.moved(directions, s))) for s in (step, -step)]
+            return (ends[0] - ends[1]) / (2 * step)
+
+        try:
+            with torch.no_grad():
+                again = self.pair(*self.ours(*self.leaves)).item()
+                if abs(again - loss) > EXACT * (1 + abs(loss)):
+                    return Outcome("silent", f"no_grad: {again}, with grad {loss}")
+                return _compare("gradient", slope, torch.as_tensor(analytic, dtype=torch.float64))
+        except Exception as error:
+            return self.failed(error)
+
+
+def _compare(name, slope, got):
+    """None where `got` is the slope at one of the steps."""
+    slopes = []
+    for step in STEPS:
+        expected = slope(step)
+        scale = 1 + expected.abs().max().item()
+        if torch.allclose(got, expected, rtol=SLOPE, atol=SLOPE * scale):
+            return None
+        slopes.append(expected)
+    spread = (slopes[0] - slopes[1]).abs().max().item()
+    if not spread <= 1e-3 * (1 + slopes[0].abs().max().item()):
+        return Outcome("rough", f"{name}: differences of two steps differ by {spread:.1e}")
+    return Outcome("silent", f"{name}: {_worst(got, slopes[0])}")
+
+
+def _worst(got, expected):
+    gap = (got - expected).abs().nan_to_num(float("inf")).reshape(-1)
+    at = int(gap.argmax())
+    return (
+        f"expected {expected.reshape(-1)[at].item():.8g}, got {got.reshape(-1)[at].item():.8g} "
+        f"(element {at} of {gap.numel()})"
+    )

@@ -1,0 +1,397 @@
+"""Random programs: a seed gives a block `h -> y` as a list of lines of Python.
+
+Every line is run by torch as it is drawn, on tensors that require grad: what torch refuses, in the
+forward or in the backward pass, is drawn again, so that a program is legal by construction. All
+live values are part of the result, so that a write that reached too little or too much is seen.
+"""
+
+import random
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from ops import IN_PLACE, PURE, VIEWS
+from torch import nn
+
+SHAPES = [(2, 3, 4), (3, 4), (2, 4), (4,), (2, 2, 2, 4), (1, 3, 4), (2, 3, 2)]
+WIDEST = 8  # of a weight
+LARGEST = 96  # elements of a value
+TALLEST = 30.0  # a value; finite differences see nothing of what is small beside it
+TRIES = 20
+
+HEADER = """\
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def ramp(x):
+    return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
+"""
+
+
+def ramp(x):
+    return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
+
+
+TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np, "ramp": ramp}
+
+
+@dataclass(frozen=True)
+class Line:
+    op: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """`lines` are the body of `def block(h, W, b, c)`, `outputs` what it returns, one after the
+    other in one vector."""
+
+    seed: int
+    shape: tuple[int, ...]
+    lines: tuple[Line, ...]
+    outputs: tuple[str, ...]
+
+    def source(self):
+        body = [line.text for line in self.lines]
+        body.append(f"return torch.cat([{', '.join(self.outputs)}])")
+        return "\n".join(["def block(h, W, b, c):", *(f"    {text}" for text in body)])
+
+    def block(self):
+        names = dict(TOOLS)
+        exec(compile(self.source(), "<program>", "exec"), names)
+        return names["block"]
+
+    def inputs(self):
+        """h, v and the weights W, b and the constant c."""
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(*shape):
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        h, v = draw(*self.shape), draw(*self.shape)
+        weights = (draw(WIDEST, WIDEST) / 2, 1 + draw(WIDEST) / 2, draw(WIDEST))
+        return h, v, weights
+
+    def without(self, lines=(), outputs=()):
+        kept = [line for i, line in enumerate(self.lines) if i not in lines]
+        left = [out for i, out in enumerate(self.outputs) if i not in outputs]
+        return replace(self, lines=tuple(kept), outputs=tuple(left))
+
+    def ops(self):
+        return tuple(line.op for line in self.lines)
+
+
+class Rejected(Exception):
+    """A line that can't be drawn for this value, or that would make the program useless."""
+
+
+class Draw:
+    """The fields of one line: `text` with everything in braces filled in."""
+
+    def __init__(self, rng, values, x):
+        self.rng, self.values, self.x = rng, values, x
+        self.tensor = values[x]
+        self.fixed = {"x": x}
+
+    def fill(self, text):
+        return re.sub(r"\{(\w+)\}", lambda match: self.field(match[1]), text)
+
+    def field(self, name):
+        if name in self.fixed:
+            return self.fixed[name]
+        value = getattr(self, name)()
+        if name not in ("s", "o", "k", "mask"):
+            self.fixed[name] = value
+        return value
+
+    # -- numbers and dimensions
+
+    def k(self):
+        return str(self.rng.choice((0.5, -0.7, 1.3, 2, -1.5)))
+
+    def _dims(self):
+        ndim = self.tensor.dim()
+        if not ndim:
+            raise Rejected
+        return ndim
+
+    def d(self):
+        ndim = self._dims()
+        return str(self.rng.choice((-1, self.rng.randrange(-ndim, ndim))))
+
+    def e(self):
+        ndim = self._dims()
+        taken = int(self.field("d")) % ndim
+        others = [i for i in range(-ndim, ndim) if i % ndim != taken]
+        if not others:
+            raise Rejected
+        return str(self.rng.choice(others))
+
+    def perm(self):
+        order = list(range(self._dims()))
+        self.rng.shuffle(order)
+        return ", ".join(map(str, order))
+
+    def width(self):
+        self._dims()
+        return str(self.tensor.shape[-1])
+
+    def ones(self):
+        return "1, " * (self._dims() - 1)
+
+    def shape(self):
+        size, parts = self.tensor.numel(), []
+        for factor in (2, 3):
+            if size % factor == 0 and self.rng.random() < 0.6:
+                parts.append(factor)
+                size //= factor
+        parts.append(size)
+        self.rng.shuffle(parts)
+        return ", ".join(map(str, parts))
+
+    def big(self):
+        shape = [self.rng.choice((2, 3)) if size == 1 else size for size in self.tensor.shape]
+        return ", ".join(map(str, [*([2] if self.rng.random() < 0.5 else []), *shape]))
+
+    def pairs(self):
+        if self.tensor.numel() % 2:
+            raise Rejected
+        return "-1, 2"
+
+    # -- operands
+
+    def _like(self, fits):
+        names = [n for n, t in self.values.items() if t.is_floating_point() and fits(t.shape)]
+        return self.rng.choice(names)
+
+    def s(self):
+        shape = self.tensor.shape
+        if self.tensor.is_complex():
+            return self.x
+        return self._like(lambda other: other == shape)
+
+    def o(self):
+        return self._operand(self.tensor.shape)
+
+    def _operand(self, shape):
+        draw = self.rng.random()
+        if draw < 0.25 or self.tensor.is_complex():
+            return self.k()
+        if draw < 0.45 and shape and shape[-1] <= WIDEST:
+            return f"{self.rng.choice('bc')}[:{shape[-1]}]"
+        if draw < 0.5:
+            return f"torch.tensor({self.k()})"
+        if draw < 0.55:
+            return f"np.float64({self.k()})"
+
+        def fits(other):
+            try:
+                return torch.broadcast_shapes(other, shape) == shape
+            except RuntimeError:
+                return False
+
+        try:
+            name = self._like(fits)
+        except IndexError:
+            return self.k()
+        return name if self.rng.random() < 0.8 else f"{name}.sin()"
+
+    def ramp(self):
+        return f"ramp({self.x})"
+
+    def W(self):
+        n = int(self.width())
+        if n > WIDEST:
+            raise Rejected
+        return f"W[:{n}, :{n}]"
+
+    def b(self):
+        n = int(self.width())
+        if n > WIDEST:
+            raise Rejected
+        return f"b[:{n}]"
+
+    def heads(self):
+        return f"{self.x}.reshape(1, 1, -1, {self.width()})"
+
+    # -- indices
+
+    def mask(self):
+        draw = self.rng.random()
+        if draw < 0.4:
+            return f"{self.s()} > 0.1"
+        if draw < 0.7:
+            return f"{self.s()}.detach() < {self.rng.choice((0.5, -0.2, 9))}"
+        return f"torch.arange({self.tensor.numel()}).view({self.x}.shape) % 2 == 0"
+
+    def _along(self, dim, count):
+        size = self.tensor.shape[dim]
+        if not size:
+            raise Rejected
+        return f"torch.tensor({[self.rng.randrange(size) for _ in range(count)]})"
+
+    def rows(self):
+        return self._along(int(self.field("d")), self.rng.choice((1, 2, 3)))
+
+    def row(self):
+        return self._along(int(self.field("d")), 1)
+
+    def row0(self):
+        self._dims()
+        return self._along(0, 1)
+
+    def sub(self):
+        ndim = self._dims()
+        if self.rng.random() < 0.15:
+            return self.mask()
+        items, advanced = [], self.rng.random() < 0.3
+        for dim in range(self.rng.randint(1, ndim)):
+            items.append(self._item(dim, advanced))
+        if self.rng.random() < 0.2:
+            items.insert(self.rng.randint(0, len(items)), "None")
+        if self.rng.random() < 0.3:
+            items.append("...")
+        elif self.rng.random() < 0.3 and "mask" not in items:
+            tail = [self._item(ndim - 1, advanced)]
+            items = [*items[: ndim - 1], "...", *tail] if ndim > 1 else ["...", *tail]
+        return ", ".join(items)
+
+    def _item(self, dim, advanced):
+        size = self.tensor.shape[dim]
+        if not size:
+            raise Rejected
+        at = self.rng.randrange(-size, size)
+        basic = [str(at), str(at), ":", ":", "1:", ":-1", ":2", "::2", "-1:"]
+        basic += [f"np.int64({at})", f"torch.tensor({at})", f"slice(0, np.int64({size}))"]
+        if not advanced:
+            return self.rng.choice(basic)
+        rows = [self.rng.randrange(size) for _ in range(2)]
+        flags = [self.rng.random() < 0.7 for _ in range(size)]
+        return self.rng.choice(
+            (
+                f"torch.tensor({rows})",
+                f"torch.tensor({rows[:1]})",
+                str(rows),
+                f"torch.tensor({flags})",
+                f"np.array({rows})",
+                ":",
+                str(at),
+            )
+        )
+
+    def r(self):
+        try:
+            part = eval(f"x[{self.field('sub')}]", {**TOOLS, **self.values, "x": self.tensor})
+        except Exception as error:
+            raise Rejected from error
+        return self._operand(part.shape)
+
+
+class Author:
+    """Writes one program, line by line, and runs along."""
+
+    def __init__(self, seed):
+        self.seed, self.rng = seed, random.Random(seed)
+        self.shape = self.rng.choice(SHAPES)
+        self.empty = Program(seed, self.shape, (), ())
+        self.lines, self.count = [], 0
+        self.restart()
+
+    def restart(self):
+        """Run what stands, from the start: a rejected line may have written."""
+        h, _, weights = self.empty.inputs()
+        W, b, c = weights
+        self.leaves = [h.requires_grad_(), W.requires_grad_(), b.requires_grad_()]
+        self.names = dict(TOOLS, h=h, W=W, b=b, c=c)
+        self.values = {"h": h}
+        for line, targets in self.lines:
+            exec(line.text, self.names)
+            self.values.update((name, self.names[name]) for name in targets)
+
+    def write(self):
+        starts = ("h * 1.0", "h.clone()", "h.sin()", "h + c[:{width}]", "h * b[:{width}]")
+        start = Draw(self.rng, self.values, "h").fill(self.rng.choice(starts))
+        self.add(Line("start", f"x0 = {start}"), ("x0",))
+        for _ in range(self.rng.randint(3, 9)):
+            for _ in range(TRIES):
+                try:
+                    self.extend()
+                    break
+                except Rejected:
+                    pass
+        outputs = []
+        for name in [n for n in self.values if n != "h"][-8:]:
+            if self.values[name].is_complex():
+                outputs += [f"{name}.real.reshape(-1)", f"{name}.imag.reshape(-1)"]
+            else:
+                outputs.append(f"{name}.reshape(-1)")
+        return Program(self.seed, self.shape, tuple(line for line, _ in self.lines), tuple(outputs))
+
+    def extend(self):
+        # Views and writes to them are where a pass can go wrong unseen.
+        table = self.rng.choices((PURE, VIEWS, IN_PLACE), (4, 3, 5))[0]
+        op = self.rng.choice(table)
+        names = [
+            name
+            for name, value in self.values.items()
+            if value.dim() >= op.dims
+            and value.is_complex() == (op.dtype == "complex")
+            and not (op.in_place and name == "h")
+        ]
+        if not names:
+            raise Rejected
+        late = names[-3:] if self.rng.random() < 0.6 else names
+        draw = Draw(self.rng, self.values, self.rng.choice(late))
+        try:
+            text = draw.fill(op.text)
+        except IndexError as error:
+            raise Rejected from error
+        if op.in_place:
+            self.add(Line(op.name, text), ())
+            return
+        try:
+            result = eval(text, self.names)
+        except Exception as error:
+            raise Rejected from error
+        parts = result if isinstance(result, (tuple, list)) else (result,)
+        names = []
+        for part in parts[:3]:
+            usable = isinstance(part, torch.Tensor) and (
+                part.is_floating_point() or part.is_complex()
+            )
+            if usable:
+                self.count += 1
+            names.append(f"x{self.count}" if usable else "_")
+        target = ", ".join(names)
+        if isinstance(result, (tuple, list)):
+            target += ", *_" if len(parts) > 3 else "," if len(parts) == 1 else ""
+        self.add(Line(op.name, f"{target} = {text}"), [n for n in names if n != "_"])
+
+    def add(self, line, targets):
+        try:
+            exec(line.text, self.names)
+            found = {name: self.names[name] for name in targets}
+            self.judge({**self.values, **found}, written=not targets)
+        except Exception as error:
+            self.restart()
+            raise Rejected from error
+        self.lines.append((line, targets))
+        self.values.update(found)
+
+    def judge(self, values, written):
+        for value in values.values():
+            if not 0 < value.numel() <= LARGEST or not value.abs().max() <= TALLEST:
+                raise Rejected
+        if written:
+            loss = sum(value.abs().sum() for value in values.values())
+            torch.autograd.grad(loss, self.leaves, retain_graph=True, allow_unused=True)
+
+
+def write(seed):
+    """The program of a seed."""
+    torch.manual_seed(seed)
+    return Author(seed).write()
