@@ -23,8 +23,9 @@ SLOPE = 2e-5  # relative; central differences in fp64 keep about eight digits of
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: agree, illegal (eager refuses too), rough (no finite difference to be had), refused (an
-    error of ours), crash (an error that is not ours), silent (a wrong number)."""
+    """kind: agree, illegal (eager refuses too), rough (no finite difference to be had), torch
+    (eager's own gradient is wrong), refused (an error of ours), crash (an error that is not ours),
+    silent (a wrong number)."""
 
     kind: str
     detail: str = ""
@@ -45,41 +46,55 @@ class _Trial:
     def __init__(self, program):
         self.program = program
         self.block = program.block()
-        h, self.v, (W, b, self.c) = program.inputs()
-        self.leaves = [x.requires_grad_() for x in (h, W, b)]
+        inputs = program.inputs()
+        self.v, self.c = inputs.pop("v"), inputs.pop("c")
+        self.inputs = list(inputs.values())  # h, W, b
+        self.leaves = [x for x in self.inputs if x.requires_grad]
         self.generator = torch.Generator().manual_seed(program.seed + 1)
 
     def randn_like(self, x):
         return torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
 
     def eager(self, h, W, b):
-        # A block may not write to its input; torch enforces that only for leaves.
-        return self.block(h, W, b, self.c.clone())
+        return self.block(h, W, b, self.c)
 
     def ours(self, h, W, b):
-        return fused_jvp(self.block, h, self.v, args=(W, b, self.c.clone()))
+        return fused_jvp(self.block, h, self.v, args=(W, b, self.c))
 
     def outcome(self):
+        with torch.set_grad_enabled(self.program.mode != "no_grad"):
+            return self.judge()
+
+    def judge(self):
         try:
-            y = self.eager(*self.leaves)
+            y = self.eager(*self.inputs)
             self.y_bar, self.y_dot_bar = self.randn_like(y), self.randn_like(y)
-            torch.autograd.grad((y * self.y_bar).sum(), self.leaves, allow_unused=True)
+            self.eager_grads = self.gradients((y * self.y_bar).sum())
         except Exception as error:
             return Outcome("illegal", str(error))
         if not y.isfinite().all():
             return Outcome("rough", "not finite")
         try:
-            got, got_dot = self.ours(*self.leaves)
+            got, got_dot = self.ours(*self.inputs)
             loss = self.pair(got, got_dot)
-            grads = torch.autograd.grad(loss, self.leaves, allow_unused=True)
+            grads = self.gradients(loss)
         except Exception as error:
             return self.failed(error)
         if got.shape != y.shape:
-            return Outcome("silent", f"shape {list(got.shape)}, eager {list(y.shape)}")
+            return Outcome("silent", f"shape: {list(got.shape)}, eager {list(y.shape)}")
         if not torch.allclose(got, y, rtol=EXACT, atol=EXACT):
             return Outcome("silent", f"value: {_worst(got, y)}")
-        outcome = self.tangent(y, got_dot)
-        return outcome or self.gradient(loss.item(), grads) or Outcome("agree")
+        outcome = self.tangent(got_dot)
+        if not outcome and self.leaves:
+            outcome = self.gradient(loss.item(), grads)
+        return outcome or Outcome("agree")
+
+    def gradients(self, loss):
+        """In h, W and b; None where nothing leads there."""
+        found = iter(())
+        if loss.requires_grad:
+            found = iter(torch.autograd.grad(loss, self.leaves, allow_unused=True))
+        return [next(found, None) if x.requires_grad else None for x in self.inputs]
 
     def pair(self, y, y_dot):
         return (y * self.y_bar).sum() + (y_dot * self.y_dot_bar).sum()
@@ -94,10 +109,10 @@ class _Trial:
         return Outcome("refused" if ours else "crash", f"{text} | at: {where}")
 
     def moved(self, directions, step):
-        return [x.detach() + step * d for x, d in zip(self.leaves, directions, strict=True)]
+        return [x.detach() + step * d for x, d in zip(self.inputs, directions, strict=True)]
 
-    def tangent(self, y, got_dot):
-        still = [torch.zeros_like(x) for x in self.leaves[1:]]
+    def tangent(self, got_dot):
+        still = [torch.zeros_like(x) for x in self.inputs[1:]]
 
         def slope(step):
             ends = [self.eager(*self.moved([self.v, *still], s)) for s in (step, -step)]
@@ -107,21 +122,29 @@ class _Trial:
             return _compare("tangent", slope, got_dot.detach())
 
     def gradient(self, loss, grads):
-        directions = [self.randn_like(x) for x in self.leaves]
-        analytic = sum(
-            (g * d).sum() for g, d in zip(grads, directions, strict=True) if g is not None
-        )
+        directions = [self.randn_like(x) * x.requires_grad for x in self.inputs]
 
-        def slope(step):
-            ends = [self.pair(*self.ours(*self.moved(directions, s))) for s in (step, -step)]
+        def along(grads):
+            parts = zip(grads, directions, strict=True)
+            total = sum((g * d).sum() for g, d in parts if g is not None)
+            return torch.as_tensor(total, dtype=torch.float64)
+
+        def slope(step, loss=lambda *x: self.pair(*self.ours(*x))):
+            ends = [loss(*self.moved(directions, s)) for s in (step, -step)]
             return (ends[0] - ends[1]) / (2 * step)
+
+        def eager_slope(step):
+            return slope(step, lambda *x: (self.eager(*x) * self.y_bar).sum())
 
         try:
             with torch.no_grad():
-                again = self.pair(*self.ours(*self.leaves)).item()
+                again = self.pair(*self.ours(*self.inputs)).item()
                 if abs(again - loss) > EXACT * (1 + abs(loss)):
                     return Outcome("silent", f"no_grad: {again}, with grad {loss}")
-                return _compare("gradient", slope, torch.as_tensor(analytic, dtype=torch.float64))
+                wrong = _compare("gradient", slope, along(grads))
+                if wrong and _compare("gradient", eager_slope, along(self.eager_grads)):
+                    return Outcome("torch", wrong.detail)
+                return wrong
         except Exception as error:
             return self.failed(error)
 

@@ -12,6 +12,10 @@ Fields are drawn by `programs.Draw` in the order in which they stand:
     {r}        an operand that broadcasts to x[sub]
     {shape}    a shape with as many elements as x
     {big}      a shape to which x can be expanded
+    {all}      all element numbers of x, shuffled; {size} how many
+    {ramp}     distinct numbers of x's shape, which keep norms and deviations away from 0
+    {square}   a matrix that can be inverted, {diagonal} a mask, {image} x in channels_last,
+    {heads}    x as queries or keys
     {W} {b}    a weight [width, width] and [width], where width is x's last size
 """
 
@@ -335,11 +339,7 @@ rotate half: torch.cat((-{x}[..., 1:], {x}[..., :1]), -1)
 swiglu: F.silu({x} @ {W}) * ({x} @ {W})
 addmv: torch.addmv({b}, {W}, {x}.reshape(-1, {width})[0])
 rfft: torch.fft.rfft({x})
-fft: torch.fft.fft({x})
-as complex: torch.complex({x}, {s})
 polar: torch.polar({s}.square() + 0.1, {x})
-view_as_complex: torch.view_as_complex(torch.stack([{x}, {s}], -1))
-view_as_complex of a view: torch.view_as_complex({x}.view({pairs}))
 """,
         dims=1,
     ),
@@ -359,12 +359,16 @@ adaptive_avg_pool1d: F.adaptive_avg_pool1d({x}.reshape(1, 1, -1), 2)
 interpolate: F.interpolate({x}.reshape(1, 1, -1), scale_factor=2)
 sdpa: F.scaled_dot_product_attention({x}, {s}, {x} * 0.5)
 sdpa causal: F.scaled_dot_product_attention({heads}, {heads}, {heads}, is_causal=True)
-sdpa masked: F.scaled_dot_product_attention({x}, {x}, {s}, attn_mask=torch.eye({x}.shape[-2], dtype=torch.bool))
-group_norm: F.group_norm({x}.reshape(1, 2, -1) * {x}.numel(), 1) if {x}.numel() % 2 == 0 else {x} * 1
+sdpa masked: F.scaled_dot_product_attention({x}, {x}, {s}, attn_mask={diagonal})
+group_norm: F.group_norm({x}.reshape(1, 1, -1) + {ramp}.reshape(1, 1, -1), 1)
+group_norm of channels_last: F.group_norm({image}.sin() + ramp({image}), 1)
+conv2d of channels_last: F.conv2d({image}, {W}[:1, None, None, :1])
+max_pool2d of channels_last: F.max_pool2d({image}, (1, 2))
 cdist: torch.cdist({x} + {ramp}, {s} * 2 + 5)
-det: torch.det(({x} @ {x}.mT)[..., :2, :2] + 2 * torch.eye(({x} @ {x}.mT)[..., :2, :2].shape[-1], dtype=torch.float64))
-inverse: torch.linalg.inv({x} @ {x}.mT + 2 * torch.eye({x}.shape[-2], dtype=torch.float64))
-solve: torch.linalg.solve({x} @ {x}.mT + 2 * torch.eye({x}.shape[-2], dtype=torch.float64), {s})
+det: torch.det({square})
+slogdet: torch.linalg.slogdet({square}).logabsdet
+inverse: torch.linalg.inv({square})
+solve: torch.linalg.solve({square}, {s})
 trace: {x}.flatten(0, -2).trace()
 cov: torch.cov({x}.flatten(0, -2), correction=0)
 """,
@@ -372,8 +376,9 @@ cov: torch.cov({x}.flatten(0, -2), correction=0)
     ),
 ]
 
-COMPLEX = _table(
-    """
+COMPLEX = [
+    *_table(
+        """
 complex mul: {x} * {x}
 complex conj: {x}.conj()
 complex mH: torch.atleast_2d({x}).mH
@@ -390,8 +395,25 @@ complex index: torch.atleast_1d({x})[0]
 complex sum: {x}.sum()
 complex angle: ({x} + 9).angle()
 """,
-    dtype="complex",
-)
+        dtype="complex",
+    ),
+    *_table(
+        """
+complex mul_: {x}.mul_(0.5 + 0.5j)
+view_as_real add_: torch.view_as_real({x}).add_({k})
+complex real add_: {x}.real.add_({k})
+complex imag mul_: {x}.imag.mul_({k})
+""",
+        dtype="complex",
+        in_place=True,
+    ),
+    *_table("""
+fft: torch.fft.fft(torch.atleast_1d({x}))
+complex: torch.complex({x}, {s})
+stack as complex: torch.view_as_complex(torch.stack([{x}, {s}], -1))
+view_as_complex: torch.view_as_complex({x}.view({pairs}))
+"""),
+]
 
 FRESH = _table("""
 zeros_like copy_: torch.zeros_like({x}).copy_({s})
@@ -407,7 +429,11 @@ is_contiguous: {x} * (2.0 if {x}.is_contiguous() else 3.0)
 stride: {x} * (1.0 + sum({x}.stride()) / 10)
 storage_offset: {x} * (1.0 + {x}.storage_offset() / 10)
 item: {x} * (2.0 if {s}.sum().item() > 0 else 1.0)
-zeros of rows index_add_: {x}.new_zeros({x}.shape).view(-1).index_add_(0, torch.arange({x}.numel()), {x}.reshape(-1))
+zeros index_add_: {x}.new_zeros({shape}).flatten().index_add_(0, {all}, {x}.reshape(-1))
+zeros index_copy_: torch.zeros({size}, dtype=torch.float64).index_copy_(0, {all}, {x}.reshape(-1))
+zeros scatter_add_: {x}.new_zeros({size}).scatter_add_(0, {all}, {x}.reshape(-1))
+checkpoint: checkpoint(lambda x: F.silu(x) * x, {x}, use_reentrant=False)
+checkpoint with a write: checkpoint(lambda x: F.silu(x).mul_({k}), {x}, use_reentrant=False)
 """)
 
 IN_PLACE = [
@@ -518,17 +544,7 @@ addmm_: {x}.flatten(0, -2).addmm_({s}.flatten(0, -2), {W})
         dims=2,
         in_place=True,
     ),
-    *_table(
-        """
-complex mul_: {x}.mul_(0.5 + 0.5j)
-view_as_real add_: torch.view_as_real({x}).add_({k})
-complex real add_: {x}.real.add_({k})
-complex imag mul_: {x}.imag.mul_({k})
-""",
-        dtype="complex",
-        in_place=True,
-    ),
 ]
 
-PURE = [*ARITHMETIC, *POINTWISE, *REDUCTIONS, *INDEXING, *LINEAR, *COMPLEX, *FRESH]
-OPS = [*PURE, *VIEWS, *IN_PLACE]
+PURE = [*ARITHMETIC, *POINTWISE, *REDUCTIONS, *INDEXING, *LINEAR, *FRESH]
+OPS = [*PURE, *VIEWS, *IN_PLACE, *COMPLEX]

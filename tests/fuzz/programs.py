@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from ops import IN_PLACE, PURE, VIEWS
+from fuzz.ops import COMPLEX, IN_PLACE, PURE, VIEWS
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 SHAPES = [(2, 3, 4), (3, 4), (2, 4), (4,), (2, 2, 2, 4), (1, 3, 4), (2, 3, 2)]
 WIDEST = 8  # of a weight
@@ -26,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 def ramp(x):
     return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
@@ -36,7 +38,11 @@ def ramp(x):
     return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
 
 
-TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np, "ramp": ramp}
+TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np, "ramp": ramp, "checkpoint": checkpoint}
+
+# Which of the inputs require grad. What torch allows depends on it: under no_grad, a write to what
+# a backward pass would need, or to one of several views.
+MODES = {"all": ("h", "W", "b"), "weights": ("W", "b"), "no_grad": ()}
 
 
 @dataclass(frozen=True)
@@ -48,9 +54,10 @@ class Line:
 @dataclass(frozen=True)
 class Program:
     """`lines` are the body of `def block(h, W, b, c)`, `outputs` what it returns, one after the
-    other in one vector."""
+    other in one vector; `mode` says which inputs require grad."""
 
     seed: int
+    mode: str
     shape: tuple[int, ...]
     lines: tuple[Line, ...]
     outputs: tuple[str, ...]
@@ -66,15 +73,17 @@ class Program:
         return names["block"]
 
     def inputs(self):
-        """h, v and the weights W, b and the constant c."""
+        """h, v, the weights W and b and the constant c, by name."""
         generator = torch.Generator().manual_seed(self.seed)
 
         def draw(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        h, v = draw(*self.shape), draw(*self.shape)
-        weights = (draw(WIDEST, WIDEST) / 2, 1 + draw(WIDEST) / 2, draw(WIDEST))
-        return h, v, weights
+        inputs = {"h": draw(*self.shape), "v": draw(*self.shape)}
+        inputs |= {"W": draw(WIDEST, WIDEST) / 2, "b": 1 + draw(WIDEST) / 2, "c": draw(WIDEST)}
+        for name in MODES[self.mode]:
+            inputs[name].requires_grad_()
+        return inputs
 
     def without(self, lines=(), outputs=()):
         kept = [line for i, line in enumerate(self.lines) if i not in lines]
@@ -215,6 +224,25 @@ class Draw:
             raise Rejected
         return f"b[:{n}]"
 
+    def size(self):
+        return str(self.tensor.numel())
+
+    def all(self):
+        order = list(range(self.tensor.numel()))
+        self.rng.shuffle(order)
+        return f"torch.tensor({order})"
+
+    def square(self):
+        rows = self.tensor.shape[-2]
+        return f"({self.x} @ {self.x}.mT + 2 * torch.eye({rows}, dtype=torch.float64))"
+
+    def diagonal(self):
+        return f"torch.eye({self.tensor.shape[-2]}, dtype=torch.bool)"
+
+    def image(self):
+        pixels = f"{self.x}.reshape(1, 2, -1, {self.width()})"
+        return f"{pixels}.contiguous(memory_format=torch.channels_last)"
+
     def heads(self):
         return f"{self.x}.reshape(1, 1, -1, {self.width()})"
 
@@ -269,7 +297,8 @@ class Draw:
         basic += [f"np.int64({at})", f"torch.tensor({at})", f"slice(0, np.int64({size}))"]
         if not advanced:
             return self.rng.choice(basic)
-        rows = [self.rng.randrange(size) for _ in range(2)]
+        # No row twice: what a write to a row twice gives, and its gradient, torch leaves open.
+        rows = self.rng.sample(range(size), min(2, size))
         flags = [self.rng.random() < 0.7 for _ in range(size)]
         return self.rng.choice(
             (
@@ -296,18 +325,18 @@ class Author:
 
     def __init__(self, seed):
         self.seed, self.rng = seed, random.Random(seed)
-        self.shape = self.rng.choice(SHAPES)
-        self.empty = Program(seed, self.shape, (), ())
+        mode = self.rng.choices(list(MODES), (3, 2, 1))[0]
+        self.empty = Program(seed, mode, self.rng.choice(SHAPES), (), ())
         self.lines, self.count = [], 0
         self.restart()
 
     def restart(self):
         """Run what stands, from the start: a rejected line may have written."""
-        h, _, weights = self.empty.inputs()
-        W, b, c = weights
-        self.leaves = [h.requires_grad_(), W.requires_grad_(), b.requires_grad_()]
-        self.names = dict(TOOLS, h=h, W=W, b=b, c=c)
-        self.values = {"h": h}
+        inputs = self.empty.inputs()
+        self.leaves = [x for x in inputs.values() if x.requires_grad]
+        self.names = TOOLS | inputs
+        self.h = inputs["h"]
+        self.values = {"h": self.h}
         for line, targets in self.lines:
             exec(line.text, self.names)
             self.values.update((name, self.names[name]) for name in targets)
@@ -329,18 +358,17 @@ class Author:
                 outputs += [f"{name}.real.reshape(-1)", f"{name}.imag.reshape(-1)"]
             else:
                 outputs.append(f"{name}.reshape(-1)")
-        return Program(self.seed, self.shape, tuple(line for line, _ in self.lines), tuple(outputs))
+        lines = tuple(line for line, _ in self.lines)
+        return replace(self.empty, lines=lines, outputs=tuple(outputs))
 
     def extend(self):
         # Views and writes to them are where a pass can go wrong unseen.
-        table = self.rng.choices((PURE, VIEWS, IN_PLACE), (4, 3, 5))[0]
+        table = self.rng.choices((PURE, VIEWS, IN_PLACE, COMPLEX), (4, 3, 5, 2))[0]
         op = self.rng.choice(table)
         names = [
             name
             for name, value in self.values.items()
-            if value.dim() >= op.dims
-            and value.is_complex() == (op.dtype == "complex")
-            and not (op.in_place and name == "h")
+            if value.dim() >= op.dims and value.is_complex() == (op.dtype == "complex")
         ]
         if not names:
             raise Rejected
@@ -386,12 +414,16 @@ class Author:
         for value in values.values():
             if not 0 < value.numel() <= LARGEST or not value.abs().max() <= TALLEST:
                 raise Rejected
-        if written:
-            loss = sum(value.abs().sum() for value in values.values())
+        if self.h._version:
+            raise Rejected  # a block may not write to its input
+        loss = sum(value.abs().sum() for value in values.values()) if written else None
+        if loss is not None and loss.requires_grad:
             torch.autograd.grad(loss, self.leaves, retain_graph=True, allow_unused=True)
 
 
 def write(seed):
     """The program of a seed."""
     torch.manual_seed(seed)
-    return Author(seed).write()
+    author = Author(seed)
+    with torch.set_grad_enabled(author.empty.mode != "no_grad"):
+        return author.write()

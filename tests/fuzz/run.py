@@ -7,16 +7,19 @@ smallest form.
 import argparse
 import sys
 import time
+import warnings
 from collections import Counter
 from multiprocessing import Pool
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+import stars_fast
 
-from check import check
-from programs import HEADER, write
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.check import check
+from fuzz.programs import HEADER, write
 
 
 def shrink(program, outcome):
@@ -70,6 +73,8 @@ def main():
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--examples", type=int, default=60, help="failures to print, at most")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    print(f"stars_fast from {Path(stars_fast.__file__).parent}, torch {torch.__version__}")
     start = time.perf_counter()
     seeds = range(options.first, options.last)
     if options.jobs > 1:
@@ -98,7 +103,9 @@ def main():
     print(f"{sum(groups.values())} failures of {len(groups)} kinds")
     for key, count in groups.most_common(options.examples):
         small, outcome = found[key]
-        print(f"\n## {outcome.kind} x {count}, seed {small.seed}, h {list(small.shape)}")
+        print(
+            f"\n## {outcome.kind} x {count}, seed {small.seed}, h {list(small.shape)}, {small.mode}"
+        )
         print(f"{outcome.detail}\n{small.source()}")
     if found:
         print(f"\nHeader of every program:\n{HEADER}")
