@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
+from fuzz.programs import Held
 
 from stars_fast import fused_jvp
 
@@ -45,7 +46,8 @@ def check(program):
 class _Trial:
     def __init__(self, program):
         self.program = program
-        self.block = program.block()
+        self.held = Held()
+        self.block = program.block(self.held)
         inputs = program.inputs()
         self.v, self.c = inputs.pop("v"), inputs.pop("c")
         self.inputs = list(inputs.values())  # h, W, b
@@ -55,10 +57,12 @@ class _Trial:
     def randn_like(self, x):
         return torch.randn(x.shape, generator=self.generator, dtype=torch.float64)
 
-    def eager(self, h, W, b):
+    def eager(self, h, W, b, replay=True):
+        self.held.rewind(replay)
         return self.block(h, W, b, self.c)
 
-    def ours(self, h, W, b):
+    def ours(self, h, W, b, replay=True):
+        self.held.rewind(replay)
         return fused_jvp(self.block, h, self.v, args=(W, b, self.c))
 
     def outcome(self):
@@ -67,7 +71,7 @@ class _Trial:
 
     def judge(self):
         try:
-            y = self.eager(*self.inputs)
+            y = self.eager(*self.inputs, replay=False)
             self.y_bar, self.y_dot_bar = self.randn_like(y), self.randn_like(y)
             self.eager_grads = self.gradients((y * self.y_bar).sum())
         except Exception as error:
@@ -75,7 +79,7 @@ class _Trial:
         if not y.isfinite().all():
             return Outcome("rough", "not finite")
         try:
-            got, got_dot = self.ours(*self.inputs)
+            got, got_dot = self.ours(*self.inputs, replay=False)
             loss = self.pair(got, got_dot)
             grads = self.gradients(loss)
         except Exception as error:

@@ -362,7 +362,7 @@ sdpa causal: F.scaled_dot_product_attention({heads}, {heads}, {heads}, is_causal
 sdpa masked: F.scaled_dot_product_attention({x}, {x}, {s}, attn_mask={diagonal})
 group_norm: F.group_norm({x}.reshape(1, 1, -1) + {ramp}.reshape(1, 1, -1), 1)
 group_norm of channels_last: F.group_norm({image}.sin() + ramp({image}), 1)
-conv2d of channels_last: F.conv2d({image}, {W}[:1, None, None, :1])
+conv2d of channels_last: F.conv2d({image}, {W}[:1, :2, None, None])
 max_pool2d of channels_last: F.max_pool2d({image}, (1, 2))
 cdist: torch.cdist({x} + {ramp}, {s} * 2 + 5)
 det: torch.det({square})
@@ -424,7 +424,8 @@ full_like mul: torch.full_like({x}, {k}) * {x}
 ones_like: torch.ones_like({x}) - {x}
 new_tensor: {x} * {x}.new_tensor({k})
 arange: {x} * torch.arange({x}.numel(), dtype=torch.float64).view({x}.shape).sin()
-detach: {x} * {s}.detach()
+detach: {x} * held({s}.detach())
+detach of a product: held(({x} * {s}).detach()) + {x}.sin()
 is_contiguous: {x} * (2.0 if {x}.is_contiguous() else 3.0)
 stride: {x} * (1.0 + sum({x}.stride()) / 10)
 storage_offset: {x} * (1.0 + {x}.storage_offset() / 10)

@@ -31,6 +31,9 @@ from torch.utils.checkpoint import checkpoint
 
 def ramp(x):
     return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
+
+def held(x):
+    return x
 """
 
 
@@ -38,17 +41,45 @@ def ramp(x):
     return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
 
 
-TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np, "ramp": ramp, "checkpoint": checkpoint}
+def held(x):
+    return x
+
+
+TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np}
+TOOLS |= {"checkpoint": checkpoint, "ramp": ramp, "held": held}
 
 # Which of the inputs require grad. What torch allows depends on it: under no_grad, a write to what
 # a backward pass would need, or to one of several views.
 MODES = {"all": ("h", "W", "b"), "weights": ("W", "b"), "no_grad": ()}
 
 
+START = "start"  # the op of a program's first line
+
+
 @dataclass(frozen=True)
 class Line:
     op: str
     text: str
+
+
+class Held:
+    """What a program detaches. Finite differences must hold it: `held(x)` hands on what it is given
+    and keeps it, or, when `replay` is set, hands out what it kept instead."""
+
+    def __init__(self):
+        self.kept, self.at, self.replay = [], 0, False
+
+    def __call__(self, x):
+        if self.replay:
+            self.at += 1
+            return self.kept[self.at - 1]
+        self.kept.append(x.clone())
+        return x
+
+    def rewind(self, replay):
+        self.at, self.replay = 0, replay
+        if not replay:
+            self.kept = []
 
 
 @dataclass(frozen=True)
@@ -67,8 +98,8 @@ class Program:
         body.append(f"return torch.cat([{', '.join(self.outputs)}])")
         return "\n".join(["def block(h, W, b, c):", *(f"    {text}" for text in body)])
 
-    def block(self):
-        names = dict(TOOLS)
+    def block(self, held=held):
+        names = TOOLS | {"held": held}
         exec(compile(self.source(), "<program>", "exec"), names)
         return names["block"]
 
@@ -89,6 +120,12 @@ class Program:
         kept = [line for i, line in enumerate(self.lines) if i not in lines]
         left = [out for i, out in enumerate(self.outputs) if i not in outputs]
         return replace(self, lines=tuple(kept), outputs=tuple(left))
+
+    def plainer(self, i):
+        """Line i, `x = ...`, as `x = h * 1.0`."""
+        target = self.lines[i].text.split(" = ")[0]
+        start = Line(START, f"{target} = h * 1.0")
+        return replace(self, lines=(*self.lines[:i], start, *self.lines[i + 1 :]))
 
     def ops(self):
         return tuple(line.op for line in self.lines)
@@ -344,7 +381,7 @@ class Author:
     def write(self):
         starts = ("h * 1.0", "h.clone()", "h.sin()", "h + c[:{width}]", "h * b[:{width}]")
         start = Draw(self.rng, self.values, "h").fill(self.rng.choice(starts))
-        self.add(Line("start", f"x0 = {start}"), ("x0",))
+        self.add(Line(START, f"x0 = {start}"), ("x0",))
         for _ in range(self.rng.randint(3, 9)):
             for _ in range(TRIES):
                 try:

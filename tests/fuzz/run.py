@@ -5,6 +5,7 @@ smallest form.
 """
 
 import argparse
+import re
 import sys
 import time
 import warnings
@@ -19,17 +20,17 @@ import stars_fast
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.check import check
-from fuzz.programs import HEADER, write
+from fuzz.programs import HEADER, START, write
 
 
 def shrink(program, outcome):
-    """The smallest program found that fails in the same way: lines and outputs are taken out while
-    it still does."""
+    """The smallest program found that fails in the same way: lines and outputs are taken out, and
+    values replaced by plain ones, while it still does."""
 
     def still(candidate):
         return candidate.outputs and _way(check(candidate)) == _way(outcome)
 
-    for _ in range(3):
+    for _ in range(4):
         before = program
         for i in reversed(range(len(program.outputs))):
             candidate = program.without(outputs=(i,))
@@ -37,13 +38,19 @@ def shrink(program, outcome):
         for i in reversed(range(len(program.lines))):
             candidate = program.without(lines=(i,))
             program = candidate if still(candidate) else program
+        for i, line in enumerate(program.lines):
+            if line.op != START and re.match(r"x\d+ = ", line.text):
+                candidate = program.plainer(i)
+                program = candidate if still(candidate) else program
         if program == before:
             break
     return program
 
 
 def _way(outcome):
-    return outcome.kind, outcome.detail.split(":")[0]
+    """How it fails: the kind, and the error or what is wrong, without its numbers."""
+    detail = re.sub(r"[\d.]+", "", outcome.detail.split(" | ")[0])
+    return outcome.kind, detail.split(":")[0] if outcome.kind == "silent" else detail[:60]
 
 
 def try_seed(seed):
@@ -55,7 +62,7 @@ def try_seed(seed):
 
 def signature(program, outcome):
     """What makes two small failures the same: the kind and the ops."""
-    return *_way(outcome), tuple(sorted(set(program.ops()) - {"start"}))
+    return *_way(outcome), tuple(sorted(set(program.ops()) - {START}))
 
 
 def report(outcomes, seconds):
