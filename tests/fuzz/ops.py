@@ -435,6 +435,26 @@ zeros index_copy_: torch.zeros({size}, dtype=torch.float64).index_copy_(0, {all}
 zeros scatter_add_: {x}.new_zeros({size}).scatter_add_(0, {all}, {x}.reshape(-1))
 checkpoint: checkpoint(lambda x: F.silu(x) * x, {x}, use_reentrant=False)
 checkpoint with a write: checkpoint(lambda x: F.silu(x).mul_({k}), {x}, use_reentrant=False)
+checkpoint of a linear: checkpoint(F.linear, {x}, {W}, {b}, use_reentrant=False)
+checkpoint in another: checkpoint(lambda x: twice(x) * x, {x}, use_reentrant=False)
+save_on_cpu: on_cpu(lambda x: F.silu(x) * x.sin(), {x})
+save_on_cpu with a write: on_cpu(lambda x: x.sin().add_({k}).exp(), {x} * 0.5)
+zeros: torch.zeros({shape}, dtype=torch.float64)
+zeros_like: torch.zeros_like({x})
+new_zeros: {x}.new_zeros({shape})
+ones: torch.ones({size}, dtype=torch.float64).view({shape})
+full: torch.full(({shape}), {k}, dtype=torch.float64)
+empty: torch.empty({x}.shape, dtype=torch.float64).fill_({k})
+zeros transposed: torch.zeros({size}, dtype=torch.float64).view(2, -1).t()
+of weights: (W[:2, :3] * b[:3]).sin()
+times an integer: {x} * {s}.long()
+times a boolean: {x} * {s}.round().bool()
+index by argsort: {x}[{x}.reshape({x}.shape[0], -1).sum(1).argsort()]
+index by argmax: {x}[{x}.reshape({x}.shape[0], -1).sum(1).argmax()]
+sum of rows: sum({x}.unbind(0))
+stack of a list: torch.stack([row.sin() for row in {x}])
+max of numbers: max({x}.reshape(-1)[:2])
+zip of rows: torch.stack([a * b for a, b in zip({x}, {s})])
 """)
 
 IN_PLACE = [
@@ -471,6 +491,9 @@ addcmul_: {x}.addcmul_({s}, {s}, value={k})
 masked_fill_: {x}.masked_fill_({mask}, {k})
 masked_scatter_: {x}.masked_scatter_({mask}, {s}.sin())
 x[...] = o: {x}[...] = {o}
+rebind: {x} = {x} * {k}
+rebind to a view: {x} = {x}.flatten()
+out of place and back: {x}.copy_(({x} * {o}).tanh())
 mul_ by its sigmoid: {x}.mul_(torch.sigmoid({x}))
 add_ of its sine: {x}.add_({x}.sin())
 mul_ by itself: {x}.mul_({x})
@@ -522,6 +545,10 @@ scatter_: {x}.scatter_({d}, {s}.argsort({d}), {s} * 2)
 scatter_add_: {x}.scatter_add_({d}, {s}.argsort({d}), {s} * 2)
 for row in x: for row in {x}: row.mul_({k})
 cumsum_: {x}.cumsum_({d})
+swap rows: {x}[0], {x}[-1] = {x}[-1].clone(), {x}[0].clone()
+move a row: {x}[0] = {x}[-1]
+row by row: for i in range({x}.shape[0]): {x}[i] = {x}[i] * (i + 1)
+x[sub] = a row: {x}[0] = {x}[{sub}].sum()
 softmax then mul_: {x}.copy_({x}.softmax({d}))
 unsqueeze_: {x}.unsqueeze_(0)
 """,

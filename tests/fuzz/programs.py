@@ -5,6 +5,7 @@ forward or in the backward pass, is drawn again, so that a program is legal by c
 live values are part of the result, so that a write that reached too little or too much is seen.
 """
 
+import functools
 import random
 import re
 from dataclasses import dataclass, replace
@@ -34,6 +35,13 @@ def ramp(x):
 
 def held(x):
     return x
+
+def twice(x):
+    return checkpoint(lambda x: x.sin().mul_(2), x, use_reentrant=False)
+
+def on_cpu(f, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return f(*args)
 """
 
 
@@ -45,12 +53,22 @@ def held(x):
     return x
 
 
+def twice(x):
+    return checkpoint(lambda x: x.sin().mul_(2), x, use_reentrant=False)
+
+
+def on_cpu(f, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return f(*args)
+
+
 TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np}
-TOOLS |= {"checkpoint": checkpoint, "ramp": ramp, "held": held}
+TOOLS |= {"checkpoint": checkpoint, "ramp": ramp, "held": held, "twice": twice, "on_cpu": on_cpu}
 
 # Which of the inputs require grad. What torch allows depends on it: under no_grad, a write to what
-# a backward pass would need, or to one of several views.
-MODES = {"all": ("h", "W", "b"), "weights": ("W", "b"), "no_grad": ()}
+# a backward pass would need, or to one of several views. The last two run the whole block inside.
+MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "checkpoint": "hWb", "save_on_cpu": "Wb"}
+LAYOUTS = ("contiguous", "transposed", "expanded")
 
 
 START = "start"  # the op of a program's first line
@@ -85,11 +103,13 @@ class Held:
 @dataclass(frozen=True)
 class Program:
     """`lines` are the body of `def block(h, W, b, c)`, `outputs` what it returns, one after the
-    other in one vector; `mode` says which inputs require grad."""
+    other in one vector; `mode` says which inputs require grad and what is around the block,
+    `layout` how h lies in memory."""
 
     seed: int
     mode: str
     shape: tuple[int, ...]
+    layout: str
     lines: tuple[Line, ...]
     outputs: tuple[str, ...]
 
@@ -101,7 +121,10 @@ class Program:
     def block(self, held=held):
         names = TOOLS | {"held": held}
         exec(compile(self.source(), "<program>", "exec"), names)
-        return names["block"]
+        block = names["block"]
+        if self.mode == "checkpoint":
+            return functools.partial(checkpoint, block, use_reentrant=False)
+        return functools.partial(on_cpu, block) if self.mode == "save_on_cpu" else block
 
     def inputs(self):
         """h, v, the weights W and b and the constant c, by name."""
@@ -110,11 +133,18 @@ class Program:
         def draw(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        inputs = {"h": draw(*self.shape), "v": draw(*self.shape)}
+        inputs = {"h": self._laid_out(draw(*self.shape)), "v": draw(*self.shape)}
         inputs |= {"W": draw(WIDEST, WIDEST) / 2, "b": 1 + draw(WIDEST) / 2, "c": draw(WIDEST)}
         for name in MODES[self.mode]:
             inputs[name].requires_grad_()
         return inputs
+
+    def _laid_out(self, h):
+        if self.layout == "transposed":
+            return (
+                h.permute(*reversed(range(h.dim()))).contiguous().permute(*reversed(range(h.dim())))
+            )
+        return h[:1].expand(h.shape) if self.layout == "expanded" else h
 
     def without(self, lines=(), outputs=()):
         kept = [line for i, line in enumerate(self.lines) if i not in lines]
@@ -126,6 +156,9 @@ class Program:
         target = self.lines[i].text.split(" = ")[0]
         start = Line(START, f"{target} = h * 1.0")
         return replace(self, lines=(*self.lines[:i], start, *self.lines[i + 1 :]))
+
+    def title(self):
+        return f"seed {self.seed}, h {list(self.shape)} {self.layout}, mode {self.mode}"
 
     def ops(self):
         return tuple(line.op for line in self.lines)
@@ -357,13 +390,20 @@ class Draw:
         return self._operand(part.shape)
 
 
+def _overlaps(x):
+    """Whether elements of x share memory."""
+    places = sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    return torch.arange(places + 1).as_strided(x.shape, x.stride()).unique().numel() < x.numel()
+
+
 class Author:
     """Writes one program, line by line, and runs along."""
 
     def __init__(self, seed):
         self.seed, self.rng = seed, random.Random(seed)
-        mode = self.rng.choices(list(MODES), (3, 2, 1))[0]
-        self.empty = Program(seed, mode, self.rng.choice(SHAPES), (), ())
+        mode = self.rng.choices(list(MODES), (10, 6, 4, 1, 1))[0]
+        layout = self.rng.choices(LAYOUTS, (8, 3, 1))[0]
+        self.empty = Program(seed, mode, self.rng.choice(SHAPES), layout, (), ())
         self.lines, self.count = [], 0
         self.restart()
 
@@ -416,7 +456,9 @@ class Author:
         except IndexError as error:
             raise Rejected from error
         if op.in_place:
-            self.add(Line(op.name, text), ())
+            if _overlaps(draw.tensor):
+                raise Rejected  # torch leaves open what such a write gives
+            self.add(Line(op.name, text), (draw.x,), written=True)
             return
         try:
             result = eval(text, self.names)
@@ -436,11 +478,11 @@ class Author:
             target += ", *_" if len(parts) > 3 else "," if len(parts) == 1 else ""
         self.add(Line(op.name, f"{target} = {text}"), [n for n in names if n != "_"])
 
-    def add(self, line, targets):
+    def add(self, line, targets, written=False):
         try:
             exec(line.text, self.names)
             found = {name: self.names[name] for name in targets}
-            self.judge({**self.values, **found}, written=not targets)
+            self.judge({**self.values, **found}, written)
         except Exception as error:
             self.restart()
             raise Rejected from error
