@@ -18,6 +18,7 @@ from fuzz.programs import Held
 from stars_fast import fused_jvp
 
 STEPS = (1e-5, 1e-6, 1e-4)
+FINE = 1e-6  # step at which the slopes ahead and behind are compared
 EXACT = 1e-9  # relative; fp64 keeps 1e-16, and a program sums some hundred terms
 SLOPE = 2e-5  # relative; central differences in fp64 keep about eight digits of a smooth function
 
@@ -171,8 +172,7 @@ def _compare(name, f, got):
         wrong &= ~((got - slopes[-1]).abs() <= tolerance)
         if not wrong.any():
             return None
-    here = f(0.0)
-    kink = ((ahead - here) - (here - behind)).abs() / step * 0.1
+    kink = (f(FINE) - 2 * f(0.0) + f(-FINE)).abs() / FINE
     gap = torch.maximum((slopes[0] - slopes[1]).abs(), kink)
     judged = wrong & (gap <= 1e-2 * (1 + slopes[0].abs().max()))
     if not judged.any():

@@ -110,9 +110,7 @@ def main():
     print(f"{sum(groups.values())} failures of {len(groups)} kinds")
     for key, count in groups.most_common(options.examples):
         small, outcome = found[key]
-        print(
-            f"\n## {outcome.kind} x {count}, seed {small.seed}, h {list(small.shape)}, {small.mode}"
-        )
+        print(f"\n## {outcome.kind} x {count}, {small.title()}")
         print(f"{outcome.detail}\n{small.source()}")
     if found:
         print(f"\nHeader of every program:\n{HEADER}")
