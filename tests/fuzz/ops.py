@@ -153,7 +153,7 @@ max: {x}.max()
 max dim: {x}.max({d})
 max dim keepdim: torch.max({x}, {d}, keepdim=True)
 min dim: {x}.min({d}).values
-median: {x}.median({d}).values
+median: {x}.contiguous().median({d}).values
 kthvalue: {x}.kthvalue(1, {d}).values
 prod: {x}.prod({d})
 var: {x}.var({d}, unbiased=False)
