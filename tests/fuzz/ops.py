@@ -457,6 +457,96 @@ max of numbers: max({x}.reshape(-1)[:2])
 zip of rows: torch.stack([a * b for a, b in zip({x}, {s})])
 """)
 
+# The same ops as people spell them.
+SPELLINGS = [
+    *_table("""
+add by name: torch.add(input={x}, other={s}, alpha={k})
+mul by name: torch.mul(input={x}, other={s})
+multiply: torch.multiply({x}, {o})
+true_divide: torch.true_divide({x}, {k})
+subtract: torch.subtract({x}, {s}, alpha={k})
+rsub of torch: torch.rsub({x}, {s})
+where by name: torch.where(condition={mask}, input={x}, other={s})
+where of a method: {x}.where({mask}, {s})
+clamp by name: torch.clamp(input={x}, min=-0.7, max=0.9)
+clip: {x}.clip(-0.7, 0.9)
+reshape by name: torch.reshape(input={x}, shape=({shape},))
+reshape to a list: {x}.reshape([{shape}])
+view of a size: {x}.view(torch.Size([{shape}]))
+view of numpy sizes: {x}.view(np.int64({size}))
+flatten by name: torch.flatten(input={x}, start_dim=0)
+expand to a list: {x}.expand([{big}])
+silu by name: F.silu(input={x})
+pow by name: torch.pow(input={x}, exponent=2)
+masked_fill by name: {x}.masked_fill(mask={mask}, value={k})
+sub of a number: torch.sub({x}, {k})
+index of a list: {x}.reshape(-1)[[0, -1]]
+to by name: {x}.to(dtype=torch.float64, device="cpu")
+sum of a list: torch.sum(torch.stack([{x}, {s}]), dim=0)
+negative: torch.negative({x})
+positive: +{x}
+matrix of a vector: torch.atleast_2d({x}) @ torch.atleast_2d({x}).mT
+floor_divide: {x} + torch.floor_divide({s}, 2)
+bool mask times: ({mask}) * {x}
+power of numbers: torch.pow(2.0, {x}.tanh())
+"""),
+    *_table(
+        """
+sum by axis: {x}.sum(axis={d})
+mean by name: torch.mean(input={x}, dim={d}, keepdim=True)
+amax by axis: {x}.amax(axis={d})
+sum over a tuple: {x}.sum(dim=(0, -1) if {x}.dim() > 1 else (0,), dtype=torch.float64)
+max by name: torch.max(input={x}, dim={d}, keepdim=False)
+softmax by name: torch.softmax(input={x}, dim={d})
+cat by name: torch.cat(tensors=[{x}, {s}], dim={d})
+cat by axis: torch.cat([{x}, {s}], axis={d})
+stack by name: torch.stack(tensors=({x}, {s}), dim=0)
+concat: torch.concat([{x}, {s}])
+permute to a list: {x}.permute([{perm}])
+permute by name: torch.permute(input={x}, dims=({perm},))
+chunk by name: torch.chunk(input={x}, chunks=2, dim={d})
+split by name: torch.split(tensor={x}, split_size_or_sections=1, dim={d})
+unbind by name: torch.unbind(input={x}, dim={d})
+narrow by name: torch.narrow(input={x}, dim={d}, start=0, length=1)
+select of numpy: {x}.select(0, np.int64(0))
+gather by name: torch.gather(input={x}, dim={d}, index={x}.argsort({d}))
+index_select of one: {x}.index_select({d}, torch.tensor(0))
+unsqueeze by name: torch.unsqueeze(input={x}, dim=0)
+cumsum by axis: {x}.cumsum(axis={d})
+linear by name: F.linear(input={x}, weight={W}, bias={b})
+norm by name: torch.linalg.vector_norm(x={x} + {ramp}, ord=2, dim={d})
+scatter_reduce: {x}.scatter_reduce({d}, {s}.argsort({d}), {s}, "sum")
+scatter_reduce amax: {x}.scatter_reduce({d}, {s}.argsort({d}), {s}, "amax")
+index_reduce: {x}.index_reduce({d}, {row}, {s}.index_select({d}, {row}), "prod")
+matmul operator: {x}.__matmul__({W})
+len: {x} * len({x})
+zeros of its size: torch.zeros({x}.size(), dtype={x}.dtype) + {x}
+shape unpacked: {x}.new_ones(*{x}.shape) * {x}
+full_backward_hook: hooked({x})
+lstm: lstm({x}.reshape(1, -1, {width}))
+""",
+        dims=1,
+    ),
+    *_table(
+        """
+transpose by name: torch.transpose(input={x}, dim0={d}, dim1={e})
+transpose by keyword: {x}.transpose(dim0={d}, dim1={e})
+T: {x}.flatten(0, -2).T
+H: {x}.flatten(0, -2).H
+adjoint: {x}.adjoint()
+swapdims: {x}.swapdims({d}, {e})
+movedim of tuples: {x}.movedim((0, 1), (1, 0))
+sdpa of masked rows: F.scaled_dot_product_attention({x}, {s}, {x}, attn_mask={diagonal}.tril(-1))
+sdpa with a bias: F.scaled_dot_product_attention({x}, {s}, {x}, attn_mask={square})
+sdpa by name: F.scaled_dot_product_attention(query={x}, key={x}, value={s}, scale=0.3)
+attention written out: (({x} @ {s}.mT) / 2).softmax(-1) @ {x}
+grid_sample: F.grid_sample({image}, {square}[..., :2, :2].reshape(1, -1, 1, 2).tanh() * 0.9)
+pdist: F.pdist({x}.flatten(0, -2) + ramp({x}.flatten(0, -2)))
+""",
+        dims=2,
+    ),
+]
+
 IN_PLACE = [
     *_table(
         """
@@ -511,8 +601,59 @@ reshape add_: {x}.reshape(-1).add_({k})
 flatten mul_: {x}.flatten().mul_({k})
 contiguous add_: {x}.contiguous().add_({k})
 detach add_: {x}.detach().clone().add_({k})
-t_: {x}.squeeze().add_({k})
+squeeze add_: {x}.squeeze().add_({k})
 atan2_: {x}.atan2_({s}.square() + 0.5)
+""",
+        in_place=True,
+    ),
+    *_table(
+        """
+abs_: {x}.abs_()
+cos_: {x}.cos_()
+tan_: {x}.mul_(0.3).tan_()
+atan_: {x}.atan_()
+asinh_: {x}.asinh_()
+erf_: {x}.erf_()
+expm1_: {x}.tanh_().expm1_()
+log_: {x}.square_().add_(0.5).log_()
+log1p_: {x}.square_().log1p_()
+rsqrt_: {x}.square_().add_(0.5).rsqrt_()
+sinc_: {x}.add_(0.05).sinc_()
+floor_: {x}.floor_()
+frac_: {x}.frac_()
+sign_: {x}.sign_()
+subtract_: {x}.subtract_({s}, alpha={k})
+multiply_: {x}.multiply_({o})
+true_divide_: {x}.true_divide_({k})
+remainder_: {x}.remainder_(1.7)
+x %= k: {x} %= 1.7
+fmod_: {x}.fmod_(1.7)
+hypot_: {x}.hypot_({s} + 0.1)
+copysign_: {x}.copysign_({s})
+xlogy_: {x}.xlogy_({s}.square() + 0.5)
+addcdiv_: {x}.addcdiv_({s}, {s}.square() + 1, value={k})
+clip_: {x}.clip_(max=0.8)
+clamp_max_: {x}.clamp_max_(0.8)
+nan_to_num_: {x}.nan_to_num_()
+deg2rad_: {x}.deg2rad_()
+float_power_: {x}.float_power_(2)
+put_: {x}.put_(torch.tensor([0, -1]), {s}.reshape(-1)[:1].repeat(2))
+add_ by name: {x}.add_(other={s}, alpha={k})
+masked_fill_ by name: {x}.masked_fill_(mask={mask}, value={k})
+clamp_ by name: {x}.clamp_(min=-0.5, max=0.6)
+fill_ by name: {x}.fill_(value={k})
+fill_ with a tensor: {x}.fill_({s}.sum())
+copy_ by name: {x}.copy_(other={s})
+copy_ of a row: {x}.copy_({s}.reshape(-1)[0])
+threshold inplace: F.threshold({x}, 0.1, 0.2, inplace=True)
+threshold_: F.threshold_({x}, 0.1, 0.2)
+relu_ of F: F.relu_({x})
+celu inplace: F.celu({x}, 0.7, inplace=True)
+selu inplace: F.selu({x}, inplace=True)
+mish inplace: F.mish({x}, inplace=True)
+hardswish inplace: F.hardswish({x}, inplace=True)
+relu6 inplace: F.relu6({x}, inplace=True)
+swapped into place: {x}.copy_({x}.flip(0) if {x}.dim() else {x} * 2)
 """,
         in_place=True,
     ),
@@ -551,6 +692,18 @@ row by row: for i in range({x}.shape[0]): {x}[i] = {x}[i] * (i + 1)
 x[sub] = a row: {x}[0] = {x}[{sub}].sum()
 softmax then mul_: {x}.copy_({x}.softmax({d}))
 unsqueeze_: {x}.unsqueeze_(0)
+squeeze_: {x}.squeeze_()
+cumprod_: {x}.cumprod_({d})
+renorm_: {x}.renorm_(2, {d}, 0.7)
+scatter_reduce_: {x}.scatter_reduce_({d}, {s}.argsort({d}), {s}, "sum")
+index_put_ add: {x}.index_put_(({row0},), {s}[{row0}].cos(), accumulate=True)
+select then x[...] =: {x}.select({d}, 0)[...] = {k}
+select then +=: {x}[0][..., -1] += {k}
+setitem: {x}.__setitem__(0, {x}[-1] * 2)
+setitem of operator: operator.setitem({x}, 0, {k})
+swapped halves: {x}[:] = torch.cat([{x}[1:], {x}[:1]])
+numbers in a row: {x}[0] = {k}
+a list in a row: {x}[..., :1] = torch.tensor([{k}])
 """,
         dims=1,
         in_place=True,
@@ -564,6 +717,10 @@ diagonal fill_: {x}.diagonal(0, {d}, {e}).fill_({k})
 hsplit mul_: {x}.hsplit([1])[0].mul_({k})
 permute mul_: {x}.permute({perm})[0].mul_({k})
 tril_: {x}.tril_()
+triu_: {x}.triu_(1)
+t_: {x}.flatten(0, -2).t_().mul_({k})
+swapaxes_: {x}.swapaxes_({d}, {e})
+T add_: {x}.flatten(0, -2).T.add_({k})
 fill_diagonal_: {x}.flatten(0, -2).fill_diagonal_({k})
 view_as_complex mul_: torch.view_as_complex({x}.view({pairs})).mul_(0.5 + 0.5j)
 transpose_: {x}.transpose_({d}, {e})
@@ -574,5 +731,5 @@ addmm_: {x}.flatten(0, -2).addmm_({s}.flatten(0, -2), {W})
     ),
 ]
 
-PURE = [*ARITHMETIC, *POINTWISE, *REDUCTIONS, *INDEXING, *LINEAR, *FRESH]
+PURE = [*ARITHMETIC, *POINTWISE, *REDUCTIONS, *INDEXING, *LINEAR, *FRESH, *SPELLINGS]
 OPS = [*PURE, *VIEWS, *IN_PLACE, *COMPLEX]

@@ -10,11 +10,9 @@ import random
 import re
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
-import torch.nn.functional as F
+from fuzz import tools
 from fuzz.ops import COMPLEX, IN_PLACE, PURE, VIEWS
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 SHAPES = [(2, 3, 4), (3, 4), (2, 4), (4,), (2, 2, 2, 4), (1, 3, 4), (2, 3, 2)]
@@ -23,52 +21,13 @@ LARGEST = 96  # elements of a value
 TALLEST = 30.0  # a value; finite differences see nothing of what is small beside it
 TRIES = 20
 
-HEADER = """\
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-
-def ramp(x):
-    return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
-
-def held(x):
-    return x
-
-def twice(x):
-    return checkpoint(lambda x: x.sin().mul_(2), x, use_reentrant=False)
-
-def on_cpu(f, *args):
-    with torch.autograd.graph.save_on_cpu():
-        return f(*args)
-"""
-
-
-def ramp(x):
-    return torch.arange(1.0, x.numel() + 1, dtype=torch.float64).view(x.shape)
-
-
-def held(x):
-    return x
-
-
-def twice(x):
-    return checkpoint(lambda x: x.sin().mul_(2), x, use_reentrant=False)
-
-
-def on_cpu(f, *args):
-    with torch.autograd.graph.save_on_cpu():
-        return f(*args)
-
-
-TOOLS = {"torch": torch, "F": F, "nn": nn, "np": np}
-TOOLS |= {"checkpoint": checkpoint, "ramp": ramp, "held": held, "twice": twice, "on_cpu": on_cpu}
+# What a program can call; a report prints this file above its programs.
+TOOLS = {name: getattr(tools, name) for name in tools.__all__}
 
 # Which of the inputs require grad. What torch allows depends on it: under no_grad, a write to what
 # a backward pass would need, or to one of several views. The last two run the whole block inside.
 MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "checkpoint": "hWb", "save_on_cpu": "Wb"}
-LAYOUTS = ("contiguous", "transposed", "expanded")
+LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
 
 
 START = "start"  # the op of a program's first line
@@ -118,13 +77,13 @@ class Program:
         body.append(f"return torch.cat([{', '.join(self.outputs)}])")
         return "\n".join(["def block(h, W, b, c):", *(f"    {text}" for text in body)])
 
-    def block(self, held=held):
+    def block(self, held=tools.held):
         names = TOOLS | {"held": held}
         exec(compile(self.source(), "<program>", "exec"), names)
         block = names["block"]
         if self.mode == "checkpoint":
             return functools.partial(checkpoint, block, use_reentrant=False)
-        return functools.partial(on_cpu, block) if self.mode == "save_on_cpu" else block
+        return functools.partial(tools.on_cpu, block) if self.mode == "save_on_cpu" else block
 
     def inputs(self):
         """h, v, the weights W and b and the constant c, by name."""
@@ -144,6 +103,8 @@ class Program:
             return (
                 h.permute(*reversed(range(h.dim()))).contiguous().permute(*reversed(range(h.dim())))
             )
+        if self.layout == "sliced":
+            return torch.cat((h, h), -1)[..., : h.shape[-1]]
         return h[:1].expand(h.shape) if self.layout == "expanded" else h
 
     def without(self, lines=(), outputs=()):
@@ -402,7 +363,7 @@ class Author:
     def __init__(self, seed):
         self.seed, self.rng = seed, random.Random(seed)
         mode = self.rng.choices(list(MODES), (10, 6, 4, 1, 1))[0]
-        layout = self.rng.choices(LAYOUTS, (8, 3, 1))[0]
+        layout = self.rng.choices(LAYOUTS, (16, 4, 3, 1))[0]
         self.empty = Program(seed, mode, self.rng.choice(SHAPES), layout, (), ())
         self.lines, self.count = [], 0
         self.restart()

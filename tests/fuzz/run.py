@@ -19,8 +19,9 @@ import stars_fast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fuzz import tools
 from fuzz.check import check
-from fuzz.programs import HEADER, START, write
+from fuzz.programs import START, write
 
 
 def shrink(program, outcome):
@@ -113,7 +114,7 @@ def main():
         print(f"\n## {outcome.kind} x {count}, {small.title()}")
         print(f"{outcome.detail}\n{small.source()}")
     if found:
-        print(f"\nHeader of every program:\n{HEADER}")
+        print(f"\nAbove every program stands {tools.__file__}")
     return 1 if found else 0
 
 
