@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 
 import torch
-from fuzz.programs import Held
+from fuzz.programs import Held, lay_out
 
 from stars_fast import fused_jvp
 
@@ -52,6 +52,8 @@ class _Trial:
         inputs = program.inputs()
         self.v, self.c = inputs.pop("v"), inputs.pop("c")
         self.inputs = list(inputs.values())  # h, W, b
+        # Rows that move apart can't share memory: in a slice, at least, they do not lie densely.
+        self.moved_layout = "sliced" if program.layout == "expanded" else program.layout
         self.leaves = [x for x in self.inputs if x.requires_grad]
         self.generator = torch.Generator().manual_seed(program.seed + 1)
 
@@ -115,7 +117,8 @@ class _Trial:
         return Outcome("refused" if ours else "crash", f"{text} | at: {where}")
 
     def moved(self, directions, step):
-        return [x.detach() + step * d for x, d in zip(self.inputs, directions, strict=True)]
+        h, W, b = (x.detach() + step * d for x, d in zip(self.inputs, directions, strict=True))
+        return lay_out(h, self.moved_layout), W, b
 
     def tangent(self, got_dot):
         still = [torch.zeros_like(x) for x in self.inputs[1:]]

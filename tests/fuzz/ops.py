@@ -486,7 +486,7 @@ sum of a list: torch.sum(torch.stack([{x}, {s}]), dim=0)
 negative: torch.negative({x})
 positive: +{x}
 matrix of a vector: torch.atleast_2d({x}) @ torch.atleast_2d({x}).mT
-floor_divide: {x} + torch.floor_divide({s}, 2)
+floor_divide: {x} + torch.floor_divide({s}.detach(), 2)
 bool mask times: ({mask}) * {x}
 power of numbers: torch.pow(2.0, {x}.tanh())
 """),
@@ -643,7 +643,7 @@ masked_fill_ by name: {x}.masked_fill_(mask={mask}, value={k})
 clamp_ by name: {x}.clamp_(min=-0.5, max=0.6)
 fill_ by name: {x}.fill_(value={k})
 fill_ with a tensor: {x}.fill_({s}.sum())
-copy_ by name: {x}.copy_(other={s})
+copy_ non_blocking: {x}.copy_({s}, non_blocking=True)
 copy_ of a row: {x}.copy_({s}.reshape(-1)[0])
 threshold inplace: F.threshold({x}, 0.1, 0.2, inplace=True)
 threshold_: F.threshold_({x}, 0.1, 0.2)

@@ -30,6 +30,16 @@ MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "checkpoint": "hWb", "sav
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
 
 
+def lay_out(h, layout):
+    """h with the strides of a layout."""
+    if layout == "transposed":
+        order = tuple(reversed(range(h.dim())))
+        return h.permute(order).contiguous().permute(order)
+    if layout == "sliced":
+        return torch.cat((h, h), -1)[..., : h.shape[-1]]
+    return h[:1].expand(h.shape) if layout == "expanded" and h.dim() > 1 else h
+
+
 START = "start"  # the op of a program's first line
 
 
@@ -92,20 +102,11 @@ class Program:
         def draw(*shape):
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        inputs = {"h": self._laid_out(draw(*self.shape)), "v": draw(*self.shape)}
+        inputs = {"h": lay_out(draw(*self.shape), self.layout), "v": draw(*self.shape)}
         inputs |= {"W": draw(WIDEST, WIDEST) / 2, "b": 1 + draw(WIDEST) / 2, "c": draw(WIDEST)}
         for name in MODES[self.mode]:
             inputs[name].requires_grad_()
         return inputs
-
-    def _laid_out(self, h):
-        if self.layout == "transposed":
-            return (
-                h.permute(*reversed(range(h.dim()))).contiguous().permute(*reversed(range(h.dim())))
-            )
-        if self.layout == "sliced":
-            return torch.cat((h, h), -1)[..., : h.shape[-1]]
-        return h[:1].expand(h.shape) if self.layout == "expanded" else h
 
     def without(self, lines=(), outputs=()):
         kept = [line for i, line in enumerate(self.lines) if i not in lines]
