@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.registry import objects_named
-from stars_fast.dual.tensor import Dual, answer, set_recorder
+from stars_fast.dual.tensor import QUICK, Dual, answer, set_recorder
 
 Recorder = Callable[[Any, tuple, dict], Any]
 
@@ -246,31 +246,32 @@ def _either(first: Recorder, second: Recorder) -> Recorder:
 # -- answers that wake nothing
 
 
-@recorder("dtype")
-def _dtype(func: Any, args: tuple, kwargs: dict) -> Any:
-    return None if args[0].step is None else args[0].step.dtype
+def _register_quick() -> None:
+    answers: dict[str, Callable[[Dual], Any]] = {
+        "dtype": dtype_of,
+        "shape": shape_of,
+        "device": device_of,
+        "ndim": lambda x: len(shape_of(x)),
+        "is_cuda": lambda x: device_of(x).type == "cuda",
+    }
+    for name, quick in answers.items():
+        for target in objects_named(name, (torch.Tensor,)):
+            QUICK[target] = quick
 
 
-@recorder("shape")
-def _shape(func: Any, args: tuple, kwargs: dict) -> Any:
-    return None if args[0].step is None else args[0].step.shape
+_register_quick()
 
 
 @recorder("size")
 def _size(func: Any, args: tuple, kwargs: dict) -> Any:
-    if args[0].step is None or len(args) != 1 or kwargs:
+    if len(args) != 1 or kwargs:
         return None
-    return args[0].step.shape
+    return shape_of(args[0])
 
 
-@recorder("dim", "ndim", "ndimension")
+@recorder("dim", "ndimension")
 def _dim(func: Any, args: tuple, kwargs: dict) -> Any:
-    return None if args[0].step is None else len(args[0].step.shape)
-
-
-@recorder("device")
-def _device(func: Any, args: tuple, kwargs: dict) -> Any:
-    return None if args[0].step is None else args[0].step.device
+    return len(shape_of(args[0])) if len(args) == 1 else None
 
 
 # -- writes

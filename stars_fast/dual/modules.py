@@ -80,10 +80,10 @@ def cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     dtype = _target(func, args, kwargs) if type(x) is Dual else None
     if dtype is None or not dtype.is_floating_point:
         return None
+    if dtype == dtype_of(x):
+        return x  # as torch does
     norm = step_of(x, "norm")
     if norm is not None:
-        if dtype == norm.dtype:
-            return x
         if dtype not in (*_WIDE, dtype_of(norm.of)):
             return None
         eps, weight = norm.value
@@ -91,7 +91,7 @@ def cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
             check_held(norm)
             return _run_norm(norm.of, eps, weight, dtype)
         return _norm(norm.of, eps, None, dtype)
-    if x.step is None and is_open(x) and dtype in _WIDE and dtype != x.stack.dtype:
+    if x.step is None and is_open(x) and dtype in _WIDE:
         return wait("cast", x, (func, args, kwargs), dtype=dtype)
     return None
 
