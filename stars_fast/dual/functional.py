@@ -311,7 +311,8 @@ def batch_norm(
     if training:
         raise RuntimeError(
             "stars_fast: batch_norm in training mode mixes the samples, whose Jacobians are then "
-            "not their own, and updates its statistics in place; call eval() on it"
+            "not their own, and updates its statistics in place; call eval() on it, and let it "
+            "track its running statistics"
         )
     args = (input, running_mean, running_var, weight, bias, False, momentum, eps)
     return jvp(F.batch_norm, "batch_norm", args, {})

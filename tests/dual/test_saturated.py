@@ -301,6 +301,10 @@ ROWS = {
             x - numbers(WEIGHTS)
         ),
     ),
+    "soft_margin_loss": (
+        lambda x: F.soft_margin_loss(x, WEIGHTS.sign().to(x), reduction="none"),
+        lambda x: each(softplus)(-numbers(WEIGHTS.sign()) * x),
+    ),
     "glu": (lambda x: F.glu(x, -1), lambda x: x[:, :3] * each(sigmoid)(x[:, 3:])),
     "renorm": (
         lambda x: torch.renorm(x, 2, 0, 1.0),
@@ -317,6 +321,10 @@ ROWS = {
         matrix(lambda m: m[:, :3] ** -1 * m[:, 3:]),
     ),
     "cholesky": (lambda x: linalg.cholesky(x @ x.mT), matrix(lambda m: mpmath.cholesky(m * m.T))),
+    "cholesky-upper": (
+        lambda x: torch.cholesky(x @ x.mT, upper=True).mT,
+        matrix(lambda m: mpmath.cholesky(m * m.T)),
+    ),
     "cholesky_inverse": (
         lambda x: torch.cholesky_inverse(linalg.cholesky(x @ x.mT)),
         matrix(lambda m: (m * m.T) ** -1),
@@ -333,7 +341,8 @@ ROWS = {
 }
 # Products of matrices and their inverses lose digits by their condition, which grows with these.
 WELL_CONDITIONED = (
-    "det slogdet inv solve cholesky cholesky_inverse cholesky_inverse-upper matrix_exp pinv"
+    "det slogdet inv solve cholesky cholesky-upper cholesky_inverse cholesky_inverse-upper "
+    "matrix_exp pinv"
 ).split()
 
 
