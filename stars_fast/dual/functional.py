@@ -266,7 +266,7 @@ def group_norm(
             f"group_norm: input must be [N, C, ...] with C a multiple of num_groups={num_groups}, "
             f"got shape {list(input.shape)}"
         )
-    dtype = eager_dtype(lambda x: F.group_norm(x, 1), input.stack, (1, 2, 0))
+    dtype = eager_dtype(lambda x: F.group_norm(x, 1), input.stack, (1, 2, 1))
     y = _standardise_groups(input, (input.shape[0], num_groups), eps)
     weight, bias = (_by_channel(widened(each), input.dim()) for each in (weight, bias))
     y = _affine(y, weight, bias)

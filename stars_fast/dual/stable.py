@@ -204,12 +204,6 @@ def cholesky_inverse(input: Dual, upper: bool = False) -> Any:
     return inverse @ turned if upper else turned @ inverse
 
 
-@rule("cholesky", kind="product", owners=(torch, torch.Tensor))
-def cholesky(input: Any, upper: bool = False) -> Any:
-    """torch.cholesky, which has no tangent, by torch.linalg.cholesky, which has."""
-    return torch.linalg.cholesky(input, upper=upper)
-
-
 @rule("det", kind="fused", owners=(torch, torch.Tensor, torch.linalg))
 def det(input: Any) -> Dual:
     """At matrices of any rank: torch's tangent is wrong at some singular ones."""

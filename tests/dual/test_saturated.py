@@ -321,10 +321,6 @@ ROWS = {
         matrix(lambda m: m[:, :3] ** -1 * m[:, 3:]),
     ),
     "cholesky": (lambda x: linalg.cholesky(x @ x.mT), matrix(lambda m: mpmath.cholesky(m * m.T))),
-    "cholesky-upper": (
-        lambda x: torch.cholesky(x @ x.mT, upper=True).mT,
-        matrix(lambda m: mpmath.cholesky(m * m.T)),
-    ),
     "cholesky_inverse": (
         lambda x: torch.cholesky_inverse(linalg.cholesky(x @ x.mT)),
         matrix(lambda m: (m * m.T) ** -1),
@@ -341,8 +337,7 @@ ROWS = {
 }
 # Products of matrices and their inverses lose digits by their condition, which grows with these.
 WELL_CONDITIONED = (
-    "det slogdet inv solve cholesky cholesky-upper cholesky_inverse cholesky_inverse-upper "
-    "matrix_exp pinv"
+    "det slogdet inv solve cholesky cholesky_inverse cholesky_inverse-upper matrix_exp pinv"
 ).split()
 
 
@@ -430,7 +425,6 @@ KINKS = {
     "max": lambda x: x.max(-1)[0],
     "max-all": lambda x: x.max()[None],
     "amax": lambda x: x.amax(-1),
-    "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=-1)),
     "median": lambda x: x.median(-1)[0],
     "median-all": lambda x: x.median()[None],
     "mode": lambda x: x.mode(-1)[0],
