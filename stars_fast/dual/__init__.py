@@ -8,7 +8,11 @@ from stars_fast.dual import (
     modules,
     recurrent,
     reductions,
+<<<<<<< HEAD
     rotary,
+=======
+    refused,
+>>>>>>> numerics
     scans,
     scatter,
     stable,
@@ -25,7 +29,11 @@ __all__ = [
     "modules",
     "recurrent",
     "reductions",
+<<<<<<< HEAD
     "rotary",
+=======
+    "refused",
+>>>>>>> numerics
     "scans",
     "scatter",
     "stable",

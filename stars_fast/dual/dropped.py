@@ -1,23 +1,20 @@
-"""Where a block turns a tensor with a tangent into a number: said once per place, never in silence.
+"""Where a block makes a number of a tensor with a tangent: said once per place, never in silence.
 
-`x * x.mean().item()` is a product with a constant: its derivative lacks a part. Torch allows it, and
-so does this package, but with a warning at the line of the block that did it, and a line in
+`x * x.mean().item()` is a product with a constant: its derivative lacks a part. Torch allows it,
+and so does this package, but with a warning at the line of the block that did it, and a line in
 `explain`. `detach()` says the same on purpose and is silent; so are `bool`, comparisons, `int` and
 printing, which have no derivative to lose.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
-from types import FrameType
 
 import torch
 
+from stars_fast.dual.caller import frame_outside
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual
-
-_LIBRARIES = ("torch", "stars_fast")
 
 
 class TangentDropped(UserWarning):
@@ -33,7 +30,7 @@ def dropped(name: str, x: Dual) -> None:
     looks = name != "data" or tangent.device.type == "cpu"
     if looks and not torch.any(tangent != 0):
         return
-    frame = _place()
+    frame = frame_outside("torch", "stars_fast")
     where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     report(f"{name} at {where}", "dropped")
     warnings.warn_explicit(
@@ -46,15 +43,3 @@ def dropped(name: str, x: Dual) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def _place() -> FrameType:
-    """The innermost frame of the caller's own code."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame):
-        frame = frame.f_back
-    return frame
-
-
-def _is_library(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] in _LIBRARIES

@@ -108,7 +108,7 @@ def _check_opaque(func: Any, name: str) -> None:
         )
     if (getattr(func, "__module__", None) or "").startswith("torch.distributed"):
         raise RuntimeError(
-            f"stars_fast: the collective {name} writes into its arguments and has no derivative, so "
+            f"stars_fast: the collective {name} writes into its arguments and has no derivative: "
             "the tangent would stay behind; wrap it in a torch.autograd.Function with a `jvp`, or "
             "keep it out of the block"
         )

@@ -1,5 +1,5 @@
-"""Tensors that a block makes and then fills: `torch.zeros(...)` followed by `copy_`, `index_add_` or
-an assignment of what depends on h.
+"""Tensors that a block makes and then fills: `torch.zeros(...)`, then `copy_`, `index_add_` or an
+assignment of what depends on h.
 
 While a pass runs, a torch function mode notes what the block's own calls of factories return, and
 the views of it. The first value with a tangent that is written into such a tensor turns it, and its

@@ -272,7 +272,7 @@ def group_norm(
             f"group_norm: input must be [N, C, ...] with C a multiple of num_groups={num_groups}, "
             f"got shape {list(input.shape)}"
         )
-    dtype = eager_dtype(lambda x: F.group_norm(x, 1), input.stack, (1, 2, 0))
+    dtype = eager_dtype(lambda x: F.group_norm(x, 1), input.stack, (1, 2, 1))
     y = _standardise_groups(input, (input.shape[0], num_groups), eps)
     weight, bias = (_by_channel(widened(each), input.dim()) for each in (weight, bias))
     y = _affine(y, weight, bias)
@@ -317,7 +317,8 @@ def batch_norm(
     if training:
         raise RuntimeError(
             "stars_fast: batch_norm in training mode mixes the samples, whose Jacobians are then "
-            "not their own, and updates its statistics in place; call eval() on it"
+            "not their own, and updates its statistics in place; call eval() on it, and let it "
+            "track its running statistics"
         )
     args = (input, running_mean, running_var, weight, bias, False, momentum, eps)
     return jvp(F.batch_norm, "batch_norm", args, {})

@@ -15,14 +15,15 @@ def check_writable(name: str, target: Any) -> None:
     """Raise unless `target` is a Dual whose stack may be written, or can be made one."""
     if type(target) is not Dual and not turn_fresh(target):
         raise RuntimeError(
-            f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor, "
-            "which can't hold it; use the out-of-place form, or allocate the tensor inside the block"
+            f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor "
+            "from outside, which can't hold it; use the out-of-place form, or allocate the tensor "
+            "inside the block"
         )
     view = frozen_by(target)
     if view is not None:
         raise RuntimeError(
-            f"stars_fast: in-place {name} on a tensor that shares memory through {view!r}, for which "
-            "no view rule exists; clone it first"
+            f"stars_fast: in-place {name} on a tensor that shares memory through {view!r}, for "
+            "which no view rule exists; clone it first"
         )
 
 

@@ -60,7 +60,7 @@ def _strides_with_gaps(x: Tensor) -> tuple[int, tuple[int, ...]]:
     own; an expanded dimension, which a pair can't share, gets memory that no reshape can merge with
     its neighbours."""
     strides = list(x.stride())
-    span = 1 + sum(step * (size - 1) for step, size in zip(strides, x.shape))
+    span = 1 + sum(step * (size - 1) for step, size in zip(strides, x.shape, strict=True))
     for dim in reversed(range(x.dim())):
         if strides[dim] == 0 and x.shape[dim] > 1:
             strides[dim] = span + 1

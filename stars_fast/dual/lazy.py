@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.registry import objects_named
 from stars_fast.dual.tensor import QUICK, Dual, answer, set_recorder
 
@@ -57,6 +58,16 @@ class Step:
         "smooth",
         "value",
     )
+    kind: str
+    of: Dual
+    value: Any
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    smooth: bool
+    grad: bool
+    called: Any
+    held: tuple[tuple[Tensor, int], ...]
 
 
 class _Local(threading.local):
@@ -246,11 +257,19 @@ def _either(first: Recorder, second: Recorder) -> Recorder:
 # -- answers that wake nothing
 
 
+def _device(x: Dual) -> torch.device:
+    # Checkpointing asks where its arguments are: what they wait for must not run inside of the
+    # region, where it would be recomputed in one of its runs and not in the other.
+    if _local.waiting and torch_keeps():
+        settle_all()
+    return device_of(x)
+
+
 def _register_quick() -> None:
     answers: dict[str, Callable[[Dual], Any]] = {
         "dtype": dtype_of,
         "shape": shape_of,
-        "device": device_of,
+        "device": _device,
         "ndim": lambda x: len(shape_of(x)),
         "is_cuda": lambda x: device_of(x).type == "cuda",
     }
@@ -289,7 +308,7 @@ _writers: dict[Any, bool] = {}
 def ask(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a call that is part of a known formula; None for any other."""
     found = _RECORDERS.get(func)
-    if found is not None:
+    if found is not None and args:
         result = found(func, args, kwargs)
         if result is not None:
             return result

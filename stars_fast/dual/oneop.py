@@ -124,8 +124,8 @@ class _Call:
         """Raise where the op did what its dual can't follow."""
         if [_version(x) for x in values] != versions:
             raise RuntimeError(
-                f"stars_fast: {self.name} writes into its arguments, which would change a value and "
-                "leave its tangent; use an out-of-place form, or detach what it is given"
+                f"stars_fast: {self.name} writes into its arguments, which would change a value "
+                "and leave its tangent; use an out-of-place form, or detach what it is given"
             )
         if any(pair.tangent is None for pair in pairs):
             # torch.func.jvp would answer zeros here: an op that torch can't see through.
@@ -135,8 +135,8 @@ class _Call:
             )
         if any(pair.primal.requires_grad for pair in pairs):
             raise RuntimeError(
-                f"stars_fast: {self.name} uses a tensor that requires a gradient and is none of its "
-                "arguments (a weight held by a compiled object or a closure), so its gradient "
+                f"stars_fast: {self.name} uses a tensor that requires a gradient and is none of "
+                "its arguments (a weight held by a compiled object or a closure), so its gradient "
                 "would be lost; pass the tensor as an argument, or call the Python code instead"
             )
 

@@ -24,8 +24,8 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
 
 
 def release(block: Any) -> None:
-    """Leave no Dual behind on the modules of a block: what a forward stored there, such as a running
-    mean or an auxiliary loss, becomes its primal."""
+    """Leave no Dual behind on the modules of a block: what a forward stored there, such as a
+    running mean or an auxiliary loss, becomes its primal."""
     for module in modules_of(block):
         for held in (module.__dict__, module._buffers):
             for key, value in held.items():

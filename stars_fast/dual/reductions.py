@@ -90,6 +90,9 @@ def _spread(name: str, of_rows: Callable[..., Dual]) -> Callable[..., Dual]:
         correction: Any = None,
     ) -> Dual:
         dim, correction = _spread_options(dim, unbiased, correction)
+        if input.stack.is_complex():
+            options = {"dim": dim, "correction": correction, "keepdim": keepdim}
+            return jvp(getattr(torch, name), name, (input,), options)
         if input.stack.dim() == 1:
             options = {"correction": correction, "keepdim": keepdim}
             return jvp(getattr(torch, name), name, (input,), options)

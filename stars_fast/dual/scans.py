@@ -8,10 +8,13 @@ from stars_fast.dual.tensor import Dual
 from stars_fast.ops.scan import logcumsumexp as dual_logcumsumexp
 
 
-@rule("logcumsumexp", kind="fused")
+@rule("logcumsumexp", kind="product")
 def logcumsumexp(input: Dual, dim: int) -> Dual:
     if input.stack.is_complex():
-        raise RuntimeError("stars_fast: logcumsumexp of a complex tensor with a tangent")
+        raise RuntimeError(
+            "stars_fast: logcumsumexp of a complex tensor with a tangent is not stable in torch; "
+            "take the logarithm of a cumsum, or split it into modulus and angle"
+        )
     if input.stack.dim() == 1:
         shift(dim, input.stack.unsqueeze(1))
         return Dual(dual_logcumsumexp(input.stack.unsqueeze(1)).squeeze(1))

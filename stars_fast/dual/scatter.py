@@ -91,7 +91,8 @@ def index_reduce(
     input: Any, dim: int, index: Any, source: Any, reduce: str, *, include_self: bool = True
 ) -> Any:
     shape = [1] * source.dim()
-    shape[dim] = -1
+    if shape:
+        shape[dim] = -1
     wide = primal_of(index).view(shape).expand(source.shape)
     return scatter_reduce(input, dim, wide, source, reduce, include_self=include_self)
 

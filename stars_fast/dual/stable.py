@@ -143,6 +143,12 @@ def binary_cross_entropy(input: Any, target: Any, weight: Any = None, reduction:
     return _reduced(losses, reduction, F.binary_cross_entropy, input)
 
 
+@rule("soft_margin_loss", kind="product", owners=(torch._C._nn,))
+def soft_margin_loss(input: Any, target: Any, reduction: int = 1) -> Any:
+    losses = -F.logsigmoid(widened(input) * widened(target))
+    return _reduced(losses, reduction, F.soft_margin_loss, input)
+
+
 @rule("kl_div", kind="product", owners=(torch,))
 def kl_div(input: Any, target: Any, reduction: int = 1, *, log_target: bool = False) -> Any:
     x, t = widened(input), widened(target)
@@ -194,7 +200,8 @@ def cholesky_inverse(input: Dual, upper: bool = False) -> Any:
     factor = input.triu() if upper else input.tril()
     eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
     inverse = torch.linalg.solve_triangular(factor, eye.expand(input.shape), upper=upper)
-    return inverse @ inverse.mT if upper else inverse.mT @ inverse
+    turned = inverse.mH if input.is_complex() else inverse.mT
+    return inverse @ turned if upper else turned @ inverse
 
 
 @rule("det", kind="fused", owners=(torch, torch.Tensor, torch.linalg))

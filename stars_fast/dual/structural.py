@@ -82,7 +82,8 @@ def reshape_as(input: Any, other: Tensor) -> Any:
 def flatten(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
     if input.stack.dim() == 1:
         return Dual(input.stack.unsqueeze(1))
-    return Dual(input.stack.flatten(shift(start_dim, input.stack), shift(end_dim, input.stack)))
+    first, last = (shift(dim, input.stack) % input.stack.dim() for dim in (start_dim, end_dim))
+    return input if first == last else Dual(input.stack.flatten(first, last))
 
 
 @rule("ravel", kind="stacked")
@@ -102,7 +103,7 @@ def transpose(input: Dual, dim0: int, dim1: int) -> Dual:
 
 @rule("t", kind="stacked")
 def t(input: Dual) -> Dual:
-    return Dual(input.stack.transpose(1, 2)) if input.stack.dim() > 2 else input
+    return Dual(input.stack.transpose(1, min(2, input.stack.dim() - 1)))
 
 
 @rule("T", kind="stacked")

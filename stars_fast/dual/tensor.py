@@ -40,8 +40,8 @@ class Dual(torch.Tensor):
     stack: Tensor
     # The op that it waits for (`lazy.Step`): until then it has no stack.
     step: Any = None
-    # Whether autograd unpacked this pair, from what it had saved; whether it was a plain tensor of the
-    # block's own, with the history it had then.
+    # Whether autograd unpacked this pair, from what it had saved; whether it was a plain tensor of
+    # the block's own, with the history it had then.
     unpacked = False
     turned = False
 
@@ -134,8 +134,8 @@ class Dual(torch.Tensor):
             return pair
         raise RuntimeError(
             f"stars_fast: {func} reached a Dual below its rules (TorchScript, or a region where "
-            "torch functions are disabled), where its tangent would be lost; call the op from Python "
-            "code, outside DisableTorchFunction"
+            "torch functions are disabled), where its tangent would be lost; call the op from "
+            "Python code, outside DisableTorchFunction"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -191,8 +191,8 @@ def _check_types(func: Any, types: Any) -> None:
             continue
         raise TypeError(
             f"stars_fast: {getattr(func, '__name__', func)} of a tensor with a tangent and a "
-            f"{kind.__module__}.{kind.__qualname__}: expected plain tensors; what this class does is "
-            "not known to the dual pass, convert it first"
+            f"{kind.__module__}.{kind.__qualname__}: expected plain tensors; what this class does "
+            "is not known to the dual pass, convert it first"
         )
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, primal_of
@@ -138,24 +137,13 @@ def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return input.stack.register_hook(hook)
 
 
-# Modules of torch that detach to keep a tensor, not to make a constant of it.
-_KEEPERS = {"torch.utils.checkpoint", "torch.autograd.graph"}
-
-
 @rule("detach", kind="primal")
 def detach(input: Dual) -> Tensor:
     """A constant, as under torch.func.jvp: its tangent is zero. Nested checkpoints keep the inputs
     of the inner one this way: those stay pairs."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _is_ours(frame):
-        frame = frame.f_back
-    if frame.f_globals.get("__name__") in _KEEPERS:
+    if torch_keeps():
         return Dual(input.stack.detach().requires_grad_(input.stack.requires_grad))
     return input.stack[0].detach()
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").startswith("stars_fast.dual.")
 
 
 @rule("data", kind="primal")

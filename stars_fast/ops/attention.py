@@ -68,7 +68,7 @@ class _Fused(torch.autograd.Function):
         out, lse, mu = forward(q, k, v, spans, key_spans, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse, mu, spans, key_spans)
         ctx.options = causal, scale
-        return out
+        return out.detach()  # no view: it may be written to
 
     @staticmethod
     @once_differentiable

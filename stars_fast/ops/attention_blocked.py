@@ -191,7 +191,7 @@ class BlockedAttention(torch.autograd.Function):
                 rows = out[:, tile.heads, :, tile.queries]
                 rows[0] = torch.bmm(p, v0).view(rows.shape[1:])
                 rows[1] = torch.bmm(p_dot, v0).baddbmm_(p, v1).view(rows.shape[1:])
-        return _joined(out, q.shape, q.dtype)
+        return _joined(out, q.shape, q.dtype).detach()  # no view: it may be written to
 
     @staticmethod
     @once_differentiable

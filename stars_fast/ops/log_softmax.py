@@ -5,8 +5,8 @@ With p = softmax(x), mu = sum(p x_dot):
 With A = sum(y_bar), B = sum(y_dot_bar):
     x_dot_bar = y_dot_bar - p B
     x_bar     = y_bar - p (A + B y_dot)
-The greatest x is taken off first: an offset of x costs nothing. The result is saved, as in eager; in
-16 bits x, since a rounded logarithm is no p.
+The greatest x is taken off first: an offset of x costs nothing. The result is saved, as in eager;
+in 16 bits x, since a rounded logarithm is no p.
 """
 
 from __future__ import annotations

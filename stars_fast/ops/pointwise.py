@@ -4,13 +4,13 @@
     x_dot_bar = f'(x) y_dot_bar   x_bar = f'(x) y_bar + f''(x) x_dot y_dot_bar
 
 `DERIVATIVES[name](x)` gives f, f' and f''. Only x is saved; for the functions that torch
-differentiates from their result, only the result (y, y_dot), so that x may be overwritten afterwards
-wherever eager allows it. With f' = g(y) and f'' x_dot = k(y) y_dot,
+differentiates from their result, only the result (y, y_dot), so that x may be overwritten
+afterwards wherever eager allows it. With f' = g(y) and f'' x_dot = k(y) y_dot,
 
     x_dot_bar = g(y) y_dot_bar    x_bar = g(y) y_bar + k(y) y_dot y_dot_bar
 
-which is the backward above at (y, y_dot) with (g, k) for (f', f''): the function "relu_result" and so
-on of `pointwise_backward`.
+which is the backward above at (y, y_dot) with (g, k) for (f', f''): the functions "relu_result" and
+so on of `pointwise_backward`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ _FROM_RESULT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
 
 
 def saved_name(name: str) -> str:
-    """The function whose backward answers for `name`: itself, of x, or "..._result", of (y, y_dot)."""
+    """The function whose backward answers: `name`, of x, or "`name`_result", of (y, y_dot)."""
     return f"{name}_result" if name in _FROM_RESULT else name
 
 

@@ -35,7 +35,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return implementation("rotary", x)(x, cos, sin, False)
+        return implementation("rotary", x)(x, cos, sin, False).detach()  # no view
 
     @staticmethod
     @once_differentiable

@@ -1,4 +1,4 @@
-"""A judge that knows nothing of derivatives: eager values and their central differences, in fp64."""
+"""A judge that knows no derivatives: eager values and their central differences, in fp64."""
 
 import torch
 

@@ -8,7 +8,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stars_fast import Dual, explain, fused_jsrr, fused_jvp
+<<<<<<< HEAD
 from stars_fast.dual.registry import RULES
+=======
+from stars_fast.dual.refused import REFUSED
+>>>>>>> numerics
 from stars_fast.dual.run import dual_pass
 
 
@@ -220,11 +224,27 @@ def test_a_library_op_is_refused_because_torch_would_answer_zero():
         fused_jsrr(lambda h: twice(h), state(2, 3, 4))
 
 
+@pytest.mark.parametrize(
+    ("name", "f"),
+    [
+        ("segment_reduce", lambda h: torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 1]))),
+        ("embedding_bag", lambda h: F.embedding_bag(torch.tensor([[0, 1]]), h)),
+        ("lstsq", lambda h: torch.linalg.lstsq(torch.eye(2, dtype=h.dtype), h)[0]),
+        ("native_layer_norm", lambda h: torch.native_layer_norm(h, (4,), None, None, 1e-5)[0]),
+        ("multi_margin_loss", lambda h: F.multi_margin_loss(h, torch.tensor([0, 1]))),
+    ],
+)
+def test_what_torch_can_not_differentiate_is_refused_with_the_way_out(name, f):
+    assert name in REFUSED
+    with pytest.raises(RuntimeError, match=f"stars_fast: {name} .*; (use|write)"):
+        fused_jsrr(f, state(2, 4))
+
+
 def test_an_op_without_a_forward_derivative_is_named():
     def block(h):
-        return h + torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 1]), axis=0)
+        return h + torch.ops.aten.native_dropout_backward(h, h > 0, 2.0)
 
-    with pytest.raises(RuntimeError, match="segment_reduce"):
+    with pytest.raises(RuntimeError, match="native_dropout_backward"):
         fused_jsrr(block, state(2, 4))
 
 

@@ -719,11 +719,25 @@ def test_it_can_be_switched_off():
     assert fused(block, 2, 3, 4) == {"Plain:silu*up"}
 
 
-def test_a_write_that_nobody_sees_is_an_error():
+def test_a_write_through_a_plain_alias_lets_waiting_ops_run_first():
     def block(x):
         y = x * 1.0
         a = F.silu(y)
         y.detach().mul_(2.0)
+        return a + y
+
+    x = state(2, 3, 4)
+    out, _ = fused_jvp(block, x, state(2, 3, 4, seed=4))
+    torch.testing.assert_close(out, block(x))
+
+
+def test_a_write_that_nobody_sees_is_an_error():
+    def block(x):
+        y = x * 1.0
+        a = F.silu(y)
+        alias = y.detach()
+        with torch._C.DisableTorchFunction():
+            alias.mul_(2.0)
         return a + y
 
     with pytest.raises(RuntimeError, match="written in place"):

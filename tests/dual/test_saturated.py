@@ -301,6 +301,10 @@ ROWS = {
             x - numbers(WEIGHTS)
         ),
     ),
+    "soft_margin_loss": (
+        lambda x: F.soft_margin_loss(x, WEIGHTS.sign().to(x), reduction="none"),
+        lambda x: each(softplus)(-numbers(WEIGHTS.sign()) * x),
+    ),
     "glu": (lambda x: F.glu(x, -1), lambda x: x[:, :3] * each(sigmoid)(x[:, 3:])),
     "renorm": (
         lambda x: torch.renorm(x, 2, 0, 1.0),
@@ -421,7 +425,6 @@ KINKS = {
     "max": lambda x: x.max(-1)[0],
     "max-all": lambda x: x.max()[None],
     "amax": lambda x: x.amax(-1),
-    "aminmax": lambda x: torch.stack(torch.aminmax(x, dim=-1)),
     "median": lambda x: x.median(-1)[0],
     "median-all": lambda x: x.median()[None],
     "mode": lambda x: x.mode(-1)[0],

@@ -1,0 +1,36 @@
+"""What torch can't differentiate twice and no rule stands for: refused by name, before it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from stars_fast.dual.registry import add_rule
+
+REFUSED = {
+    "embedding_bag": "use embedding, and a sum, mean or amax over the bag",
+    "segment_reduce": "use scatter_reduce or index_add with the number of each row's segment",
+    "ctc_loss": "compute the loss outside the block",
+    "multi_margin_loss": "write it from gather, clamp and mean",
+    "multilabel_margin_loss": "write it from gather, clamp and mean",
+    "lstsq": "use torch.linalg.pinv, or torch.linalg.solve of the normal equations",
+    "ormqr": "use torch.linalg.householder_product and a matrix product",
+    "native_layer_norm": "use torch.nn.functional.layer_norm",
+}
+"""torch function -> what to write instead."""
+
+
+def _refuse(name: str, instead: str) -> None:
+    def handler(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"stars_fast: {name} of a tensor with a tangent: torch has no second derivative of it; "
+            f"{instead}, or detach its input where a constant is meant"
+        )
+
+    add_rule(name, "primal", handler, owners=(F, torch, torch.Tensor, torch.linalg, torch._C._nn))
+
+
+for _name, _instead in REFUSED.items():
+    _refuse(_name, _instead)
