@@ -8,11 +8,8 @@ from stars_fast.dual import (
     modules,
     recurrent,
     reductions,
-<<<<<<< HEAD
-    rotary,
-=======
     refused,
->>>>>>> numerics
+    rotary,
     scans,
     scatter,
     stable,
@@ -29,11 +26,8 @@ __all__ = [
     "modules",
     "recurrent",
     "reductions",
-<<<<<<< HEAD
-    "rotary",
-=======
     "refused",
->>>>>>> numerics
+    "rotary",
     "scans",
     "scatter",
     "stable",

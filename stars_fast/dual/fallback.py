@@ -147,7 +147,7 @@ def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Dua
     known = draws or out_of_place is not None
     if short in _RESHAPING or not known or not args or not isinstance(args[0], torch.Tensor):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
-    target = args[0]
+    target: Any = args[0]
     check_writable(name, target)
     report(name, "fallback")
     if draws or out_of_place is None:

@@ -49,7 +49,7 @@ class _View:
     for what strides can't say, such as another dtype."""
 
     stack: int
-    place: tuple[torch.Size, tuple[int, ...], int] | None
+    place: tuple[Any, ...] | None
 
 
 class _Call:
@@ -160,7 +160,7 @@ def _views(
     found: list[_View | None] = []
     for out in outputs:
         place = out.untyped_storage().data_ptr() if out.numel() else None
-        owner = owners.get(place)
+        owner = None if place is None else owners.get(place)
         if owner is None:
             found.append(None)
             continue

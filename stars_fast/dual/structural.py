@@ -526,7 +526,7 @@ def setitem(input: Any, index: Any, value: Any) -> None:
         return
     place = input.stack[(slice(None), *index)]
     if type(value) is not Dual:
-        place[0, ...] = value
+        place[0][...] = value
         place[1].zero_()
     elif not _is_same_memory(place, value.stack):
         place.copy_(_fitted(value.stack, place.dim()))

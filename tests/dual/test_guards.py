@@ -8,11 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stars_fast import Dual, explain, fused_jsrr, fused_jvp
-<<<<<<< HEAD
-from stars_fast.dual.registry import RULES
-=======
 from stars_fast.dual.refused import REFUSED
->>>>>>> numerics
+from stars_fast.dual.registry import RULES
 from stars_fast.dual.run import dual_pass
 
 
