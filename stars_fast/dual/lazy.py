@@ -45,6 +45,17 @@ class Step:
         held: tensors that must not change before it runs, with their versions.
     """
 
+    kind: str
+    of: Dual
+    value: Any
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    smooth: bool
+    grad: bool
+    called: tuple[Any, tuple, dict] | Callable[[], Any]
+    held: tuple[tuple[Tensor, int], ...]
+
     __slots__ = (
         "called",
         "device",
@@ -247,12 +258,12 @@ def _either(first: Recorder, second: Recorder) -> Recorder:
 
 
 def _register_quick() -> None:
+    # Not `device`: torch's checkpoint asks it of its arguments. They must have run before the part
+    # that is computed again begins.
     answers: dict[str, Callable[[Dual], Any]] = {
         "dtype": dtype_of,
         "shape": shape_of,
-        "device": device_of,
         "ndim": lambda x: len(shape_of(x)),
-        "is_cuda": lambda x: device_of(x).type == "cuda",
     }
     for name, quick in answers.items():
         for target in objects_named(name, (torch.Tensor,)):

@@ -55,9 +55,9 @@ def _keeps_dtype(x: Dual) -> bool:
     return not is_narrowed(dtype_of(x), device_of(x))
 
 
-def _pair(args: tuple, kwargs: dict) -> tuple[Any, Any] | None:
-    """The two operands of a call without options."""
-    return (args[0], args[1]) if len(args) == 2 and not kwargs else None
+def _pair(args: tuple, kwargs: dict) -> tuple[Any, Any]:
+    """The two operands of a call without options, or None twice."""
+    return (args[0], args[1]) if len(args) == 2 and not kwargs else (None, None)
 
 
 def _number(x: Any) -> float | None:
@@ -73,7 +73,7 @@ def _target(func: Any, args: tuple, kwargs: dict) -> torch.dtype | None:
     if name == "float":
         return torch.float32 if len(args) == 1 and not kwargs else None
     if name == "type_as":
-        other = args[1] if len(args) == 2 and not kwargs else None
+        other = _pair(args, kwargs)[1]
         known = type(other) is Dual or is_plain(other)
         if not known or _device(other) != _device(args[0]):
             return None
@@ -132,7 +132,7 @@ def square(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 @recorder("pow", "__pow__")
 def power(func: Any, args: tuple, kwargs: dict) -> Dual | None:
-    x, exponent = _pair(args, kwargs) or (None, None)
+    x, exponent = _pair(args, kwargs)
     n = _number(exponent)
     if n == 2:
         return _square(x, (func, args, kwargs))
@@ -160,7 +160,7 @@ def mean(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 @recorder("add", "__add__", "__radd__")
 def add(func: Any, args: tuple, kwargs: dict) -> Dual | None:
-    a, b = _pair(args, kwargs) or (None, None)
+    a, b = _pair(args, kwargs)
     if type(a) is not Dual:
         a, b = b, a
     called = func, args, kwargs
@@ -202,7 +202,7 @@ def reciprocal(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 @recorder("div", "divide", "true_divide", "__truediv__", "__div__")
 def div(func: Any, args: tuple, kwargs: dict) -> Dual | None:
-    x, below = _pair(args, kwargs) or (None, None)
+    x, below = _pair(args, kwargs)
     step = step_of(below, "sqrt")
     return None if step is None else _normalise(x, *step.value)
 
