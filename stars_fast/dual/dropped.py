@@ -1,4 +1,4 @@
-"""Where a block makes a number of a tensor with a tangent: said once per place, never in silence.
+"""Where a block makes a number of a tensor with a tangent: said once per place.
 
 `x * x.mean().item()` is a product with a constant: its derivative lacks a part. Torch allows it,
 and so does this package, but with a warning at the line of the block that did it, and a line in

@@ -46,6 +46,17 @@ class Step:
         held: tensors that must not change before it runs, with their versions.
     """
 
+    kind: str
+    of: Dual
+    value: Any
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
+    smooth: bool
+    grad: bool
+    called: tuple[Any, tuple, dict] | Callable[[], Any]
+    held: tuple[tuple[Tensor, int], ...]
+
     __slots__ = (
         "called",
         "device",
@@ -271,7 +282,6 @@ def _register_quick() -> None:
         "shape": shape_of,
         "device": _device,
         "ndim": lambda x: len(shape_of(x)),
-        "is_cuda": lambda x: device_of(x).type == "cuda",
     }
     for name, quick in answers.items():
         for target in objects_named(name, (torch.Tensor,)):

@@ -461,8 +461,10 @@ class MixedGelu(Gate):
 class Later(Gate):
     """A checkpointed part begins at an activation that has not run."""
 
+    part = staticmethod(lambda a, u: a.sin() * u)
+
     def gate(self, g, u):
-        return checkpoint(lambda a, b: a * b.sin(), F.silu(g), u, use_reentrant=False)
+        return checkpoint(self.part, F.silu(g), u, use_reentrant=False)
 
 
 GATES = Gate.__subclasses__()
@@ -517,11 +519,21 @@ def test_wrapped_projections_are_called():
     check_block(gate, state(2, 3, 4))
 
 
-def test_a_checkpointed_part_that_begins_at_a_waiting_op():
+@pytest.mark.parametrize(
+    "part",
+    [lambda a, u: a.sin() * u, lambda a, u: a * u, lambda a, u: a.exp() + (a * u), lambda a, u: a],
+    ids=["sin", "product", "both", "nothing"],
+)
+def test_a_checkpointed_part_that_begins_at_a_waiting_op(part):
     gate, h, v = Later(), state(2, 3, 4), state(2, 3, 4, seed=4)
-    kept = torch.autograd.grad(fused_jsrr(gate, h, v=v), list(gate.parameters()))
-    gate.gate = lambda g, u: F.silu(g) * u.sin()
-    plain = torch.autograd.grad(fused_jsrr(gate, h, v=v), list(gate.parameters()))
+    gate.part = part
+    kept = torch.autograd.grad(
+        fused_jsrr(gate, h, v=v), list(gate.parameters()), materialize_grads=True
+    )
+    gate.gate = lambda g, u: part(F.silu(g), u)
+    plain = torch.autograd.grad(
+        fused_jsrr(gate, h, v=v), list(gate.parameters()), materialize_grads=True
+    )
     for a, b in zip(kept, plain, strict=True):
         assert relative_error(a, b) <= 1e-12
 
