@@ -1,7 +1,7 @@
 """What the package takes from torch behind an underscore: each name once, and what it has to do.
 
-Written against torch 2.11.0, 2.13.0 and 2.14.1. A failure here means that a torch took a name away or
-changed what it does, and says which files of the package rest on it.
+Written against torch 2.11.0, 2.13.0 and 2.14.1. A failure here means that a torch took a name away
+or changed what it does, and says which files of the package rest on it.
 """
 
 import ast
