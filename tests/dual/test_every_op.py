@@ -30,6 +30,7 @@ LEFT_OUT = {
     "linalg.cholesky_ex": "the finite difference leaves the symmetric matrices",
     "linalg.eigh": "the finite difference leaves the symmetric matrices",
     "linalg.eigvalsh": "the finite difference leaves the symmetric matrices",
+    "linalg.matrix_sqrth": "the finite difference leaves the symmetric matrices",
     "linalg.pinv": "the finite difference leaves the symmetric matrices",
     "linalg.norm": "samples sit at the kink of the norm",
     "special.entr": "samples lie outside the domain",

@@ -1,0 +1,329 @@
+"""What the package takes from torch behind an underscore: each name once, and what it has to do.
+
+Written against torch 2.11.0, 2.13.0 and 2.14.1. A failure here means that a torch took a name away
+or changed what it does, and says which files of the package rest on it.
+"""
+
+import ast
+import functools
+import importlib
+import re
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+PACKAGE = Path(__file__).parents[1] / "stars_fast"
+AGAINST = "2.11.0, 2.13.0 and 2.14.1"
+
+
+def is_private(name):
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def dotted(node, imported):
+    """`torch.a.b` for an attribute that is reached from an import, else None."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Name) and node.id in imported:
+        return ".".join([imported[node.id], *reversed(parts)])
+    return None
+
+
+def names_in(tree):
+    """Private names of torch that a module imports, reaches or has as a string."""
+    imported = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                imported[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                imported[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    found = [name for name in imported.values() if name.startswith("torch.") and is_private(name)]
+    outer = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node not in outer:
+            outer.update(part for part in ast.walk(node) if isinstance(part, ast.Attribute))
+            name = dotted(node, imported)
+            if name is not None and re.match(r"torch\.", name) and is_private(name):
+                found.append(name)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)+", str(node.value)):
+            found += [node.value] if is_private(node.value) else []
+    return found
+
+
+@functools.cache
+def in_use():
+    """Private name of torch -> files of the package that have it."""
+    files = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        for name in names_in(ast.parse(path.read_text())):
+            files[name].add(path.relative_to(PACKAGE.parent).as_posix())
+    return files
+
+
+CHECKED = set()
+
+
+def rests_on(*names):
+    """Mark a test as the one that holds what these private names do."""
+    CHECKED.update(names)
+
+    def wrap(test):
+        @functools.wraps(test)
+        def told():
+            try:
+                test()
+            except Exception as error:
+                files = sorted(set().union(*(in_use()[name] for name in names)))
+                raise AssertionError(
+                    f"torch {torch.__version__}: {', '.join(names)}: gone, or not what it was in "
+                    f"torch {AGAINST}; {', '.join(files)} rest on it: {error!r}"
+                ) from error
+
+        return told
+
+    return wrap
+
+
+@rests_on("torch.autograd.forward_ad._set_fwd_grad_enabled")
+def test_forward_mode_can_be_turned_on_inside_a_function():
+    from torch.autograd import forward_ad
+
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
+                y = forward_ad.make_dual(x.detach(), torch.full_like(x, 3.0)).square()
+                return forward_ad.unpack_dual(y).tangent.clone()
+
+        @staticmethod
+        def backward(ctx, bar):
+            return bar
+
+    x = torch.tensor([2.0], requires_grad=True)
+    assert Once.apply(x).tolist() == [12.0]
+
+
+@rests_on(
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_unflatten",
+)
+def test_trees_of_arguments():
+    from torch.utils import _pytree
+
+    tree = ((1, [2, {"a": 3}]), {"b": None})
+    leaves, spec = _pytree.tree_flatten(tree)
+    assert leaves == _pytree.tree_leaves(tree) == [1, 2, 3, None]
+    assert _pytree.tree_unflatten(leaves, spec) == tree
+    assert _pytree.tree_map(str, (1, [2])) == ("1", ["2"])
+
+
+@rests_on("torch._ops.OpOverload", "torch._ops.OpOverloadPacket")
+def test_ops_of_the_library_are_known_by_type():
+    assert type(torch.ops.aten.add) is torch._ops.OpOverloadPacket
+    assert type(torch.ops.aten.add.Tensor) is torch._ops.OpOverload
+    assert torch.ops.aten.add._qualified_op_name == "aten::add"
+    assert torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"
+
+
+@rests_on("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass")
+def test_a_wrapper_has_a_shape_and_no_memory():
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            return torch.Tensor._make_wrapper_subclass(
+                cls, inner.shape[1:], dtype=inner.dtype, device=inner.device
+            )
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return "answered"
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("reached below torch functions")
+
+    wrapper = Wrapper(torch.ones(2, 3))
+    assert torch.sin(wrapper) == "answered"
+    with torch._C.DisableTorchFunctionSubclass():
+        assert wrapper.shape == (3,)
+        assert torch.Tensor.is_leaf.__get__(wrapper) is True
+        assert torch.Tensor.grad_fn.__get__(wrapper) is None
+
+
+@rests_on("torch._C._nn", "torch._C._nn.linear")
+def test_functional_names_are_those_of_the_bindings():
+    assert torch.nn.functional.linear is torch._C._nn.linear
+    assert torch.nn.functional.gelu is torch._C._nn.gelu
+
+
+@rests_on("torch._C._dispatch_has_kernel_for_dispatch_key")
+def test_a_kernel_is_found_by_its_key():
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    library = torch.library.Library("stars_fast_private_names", "DEF")
+    library.define("one(Tensor x) -> Tensor")
+    assert not has("stars_fast_private_names::one", "CPU")
+    library.impl("one", lambda x: x.clone(), "CPU")
+    assert has("stars_fast_private_names::one", "CPU")
+
+
+@rests_on("torch._assert_async")
+def test_a_condition_is_asserted_on_the_device():
+    torch._assert_async(torch.tensor(True), "mine")
+    with pytest.raises(RuntimeError, match="mine"):
+        torch._assert_async(torch.tensor(False), "mine")
+
+
+@rests_on(
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._get_current_dispatch_mode",
+)
+def test_a_dispatch_mode_sees_the_ops():
+    from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    assert _get_current_dispatch_mode() is None
+    with Mode() as mode:
+        assert _get_current_dispatch_mode() is mode
+        torch.ones(2).sin()
+    assert torch.ops.aten.sin.default in seen
+
+
+@rests_on("torch._dynamo.lookup_backend")
+def test_a_compiler_is_found_by_name():
+    assert callable(torch._dynamo.lookup_backend("inductor"))
+
+
+@rests_on("torch.cuda._sleep")
+def test_the_device_can_be_kept_busy():
+    assert callable(torch.cuda._sleep)
+    if torch.cuda.is_available():
+        torch.cuda._sleep(1000)
+
+
+def function_named(name):
+    module, _, leaf = name.rpartition(".")
+    found = getattr(importlib.import_module(module), leaf)
+    assert issubclass(found, torch.autograd.Function)
+    assert f"{found.__module__}.{found.__qualname__}" == name
+    return found
+
+
+# Names that `dual/scope.py` compares with that of a running function.
+
+
+@rests_on("torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction")
+def test_fsdp_hands_its_inputs_on():
+    pytest.importorskip("torch.distributed.fsdp")
+    name = "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction"
+    x, y = torch.ones(2, requires_grad=True), torch.zeros(3, requires_grad=True)
+    outputs = function_named(name).apply(None, x, y)
+    assert [torch.equal(a, b) for a, b in zip(outputs, (x, y), strict=True)] == [True, True]
+
+
+@rests_on("torch.nn.parallel.distributed._DDPSink")
+def test_ddp_hands_its_inputs_on():
+    sink = function_named("torch.nn.parallel.distributed._DDPSink")
+    x = torch.ones(2, requires_grad=True)
+    outputs = sink.apply(lambda: SimpleNamespace(_ddp_sink_clone=False), x)
+    assert torch.equal(outputs[0], x)
+
+
+@rests_on("torch.utils.checkpoint._NoopSaveInputs")
+def test_checkpointing_keeps_its_inputs_by_a_function():
+    if not hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):  # torch 2.13 and later have none
+        return
+    keeper = function_named("torch.utils.checkpoint._NoopSaveInputs")
+    called = []
+    apply = keeper.apply
+
+    def counted(*args):
+        called.append(args)
+        return apply(*args)
+
+    keeper.apply = counted
+    try:
+        x = torch.ones(2, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    finally:
+        del keeper.apply
+    assert any(arg is x for args in called for arg in args)
+
+
+def test_function_apply_can_be_put_in_place_and_back():
+    """No private name, but the one place where torch's class is changed (`dual/scope.py`)."""
+    plain = torch.autograd.Function.__dict__["apply"]
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, bar):
+            return 2 * bar
+
+    seen = []
+
+    def noted(cls, *args):
+        seen.append(cls)
+        return plain.__get__(None, cls)(*args)
+
+    torch.autograd.Function.apply = classmethod(noted)
+    try:
+        assert Twice.apply(torch.ones(1)).item() == 2
+    finally:
+        torch.autograd.Function.apply = plain
+    assert seen == [Twice]
+    assert torch.autograd.Function.__dict__["apply"] is plain
+    assert Twice.apply(torch.ones(1)).item() == 2
+    assert seen == [Twice]
+
+
+def test_modules_keep_their_parts_in_these_dictionaries():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert set(module._modules) == {"0", "1"}
+    assert set(module[0]._parameters) == {"weight", "bias"}
+    assert set(module[1]._buffers) == {"running_mean", "running_var", "num_batches_tracked"}
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        assert not getattr(module, kind)
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(print)
+    module.register_full_backward_hook(print)
+    for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        assert len(getattr(module, kind)) == 1
+
+
+def test_tensors_count_changes_and_know_their_base():
+    x = torch.zeros(3)
+    before = x._version
+    view = x[:2]
+    view.add_(1)
+    assert x._version > before
+    assert view._base is x
+
+
+# Modules and functions that only hold or name the ones above, and a logger.
+BESIDE = {"torch._C", "torch._ops", "torch.utils._pytree"}
+
+
+def test_every_private_name_of_torch_has_a_test_here():
+    assert set(in_use()) - CHECKED - BESIDE == set(), "add a test with @rests_on(name)"
+    assert CHECKED - set(in_use()) == set(), "no longer in use: drop its test"
