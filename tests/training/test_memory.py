@@ -1,3 +1,4 @@
+import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -381,6 +382,37 @@ def test_the_budget_leaves_room_for_gradients_and_averages():
     assert 0 < budget < free
 
 
+DDP = """
+import os, re
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def held():
+    return 1024 * int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def grown(module, x):
+    before = held()
+    module(x).sum().backward()
+    return held() - before
+
+x = torch.randn(2, 4096)
+model, other = (torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)]) for _ in "ab")
+grown(torch.nn.Linear(4096, 4096), x)  # what is loaded once
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+wrapped = DistributedDataParallel(other, gradient_as_bucket_view=True)
+print(grown(wrapped, x) / grown(model, x))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for what a process holds")
+def test_ddp_holds_the_gradients_before_the_first_backward():
+    command = [sys.executable, "-c", DDP]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5
+
+
 def test_what_is_there_already_takes_no_more(monkeypatch):
     monkeypatch.setattr("stars_fast.training.memory.free_memory", lambda device: 10**9)
     model = torch.nn.Linear(1000, 1000)
@@ -388,6 +420,7 @@ def test_what_is_there_already_takes_no_more(monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     budget = partial(activation_budget, MemoryConfig(), model, optimizer)
     assert budget() == int(0.9 * (10**9 - 3 * size - 4 * 10**6))
+    assert budget(gradients_held=True) == int(0.9 * (10**9 - 2 * size - 4 * 10**6))
     model(torch.zeros(1, 1000)).sum().backward()
     assert budget() == int(0.9 * (10**9 - 2 * size - 4 * 10**6))
     optimizer.step()
