@@ -3,6 +3,7 @@ import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import finalize
 
 import pytest
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from stars_fast import Dual, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
+from stars_fast.training import fit_memory
+from stars_fast.training.config import load_config
 from stars_fast.training.distributed import World
 from stars_fast.training.memory import (
     Activations,
@@ -411,6 +414,24 @@ def test_ddp_holds_the_gradients_before_the_first_backward():
     command = [sys.executable, "-c", DDP]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.5
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "alone"])
+def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
+    class StepLoss:
+        loop = SimpleNamespace(model=None)
+
+    asked = []
+    kind = StepLoss if wrapped else torch.nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(fit_memory, "DistributedDataParallel", kind)
+    monkeypatch.setattr(fit_memory, "root_of", lambda loss: lambda *args: GIVEN)
+    monkeypatch.setattr(fit_memory, "activation_budget", lambda *args: asked.append(args[-1]))
+    micro_batch = SimpleNamespace(tokens=torch.zeros(4))
+    batches = SimpleNamespace(window=lambda step: [micro_batch], most_tokens=4)
+    config, world = load_config("addition-quick", []), World(0, 1, torch.device("cpu"))
+    loss = StepLoss()
+    fit_memory.fit_memory(loss, loss, None, batches, config, world)
+    assert asked == [wrapped]
 
 
 def test_what_is_there_already_takes_no_more(monkeypatch):
