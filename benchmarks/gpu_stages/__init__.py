@@ -32,15 +32,15 @@ class Stage(NamedTuple):
 
 
 STAGES = {
-    "smoke": Stage(smoke.smoke, 60),
-    "kernels": Stage(checks.kernels, 50),
+    "smoke": Stage(smoke.smoke, 75),
+    "kernels": Stage(checks.kernels, 45),
     "turns": Stage(turns.turns, 75),
     "steps": Stage(steps.steps, 95),
     "norms": Stage(norms.norms, 25, built=True),
     "ops": Stage(operations.operations, 40),
     "tiles": Stage(tiles.tiles, 35),
     "addition": Stage(addition.addition, 50),
-    "published": Stage(published.published, 50),
+    "published": Stage(published.published, 40),
     "dtypes": Stage(checks.dtypes, 120),
 }
 EXTRA = ("dtypes",)

@@ -25,6 +25,17 @@ def norms(report: Report, device: str, small: bool) -> None:
     time_cases(report, device, small, pairs, flex=False)
 
 
+def architecture() -> str:
+    """That of the first GPU, like "9.0", by asking its driver: this process must not touch the GPU,
+    or it could not fork; all that the build is made for where that does not say."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return found.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "8.0;9.0+PTX"
+
+
 def build(folder: Path, device: str) -> subprocess.Popen[bytes]:
     """Begin to build the extension in a copy of the package under `folder`, beside what is timed
     and out of its way. Without a GPU the package is copied as it is and nothing is compiled."""
@@ -36,9 +47,7 @@ def build(folder: Path, device: str) -> subprocess.Popen[bytes]:
             shutil.copy(ROOT / file, folder)
     environment = {**os.environ, "STARS_FAST_BUILD": "none", "MAX_JOBS": "6"}
     if device == "cuda":
-        # The newest of the two for which the wheels are built; older GPUs take 8.0.
-        environment |= {"STARS_FAST_BUILD": "cuda"}
-        environment.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
+        environment |= {"STARS_FAST_BUILD": "cuda", "TORCH_CUDA_ARCH_LIST": architecture()}
     command = ["nice", "-n", "19", sys.executable, "setup.py", "build_ext", "--inplace"]
     with open(folder / "build.log", "wb") as log:
         return subprocess.Popen(

@@ -32,14 +32,15 @@ def published(report: Report, device: str, small: bool) -> None:
     turn = ["plain", "dual", "last", "double_backward"]
     sizes = [("ouro", 24, turn), ("ouro-8k", 24, turn), ("ouro", 1, eager)]
     if small:
-        sizes = [("ouro", 1, turn)]
+        sizes = [("ouro", 1, ["plain", "dual"])]
     for shape, layers, ways in sizes:
         report.attempt(
             f"{shape} x {layers}", partial(time_block, report, device, small, shape, layers, ways)
         )
+    tokens, names = (64, PUBLISHED[:1]) if small else (2048, PUBLISHED)
     report.attempt(
         "published steps",
-        partial(step_cases, report, device, small, 64 if small else 2048, PUBLISHED),
+        partial(step_cases, report, device, small, tokens, names),
         needs=0.0 if small else 25.0,
     )
     if device == "cuda":

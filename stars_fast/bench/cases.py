@@ -172,6 +172,8 @@ def attention_case(
     k[1] += offset * torch.randn(width, generator=generator)
     mask = torch.ones(length, length, dtype=torch.bool).tril()
     bounds = None
+    spans: dict[torch.device, ops.Spans] = {}
+    masks: dict[torch.device, Tensor] = {}
     if documents is not None:
         bounds = torch.tensor([0, *documents]).cumsum(0)
         owner = torch.repeat_interleave(torch.arange(len(documents)), torch.tensor(documents))
@@ -180,12 +182,15 @@ def attention_case(
     def op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if bounds is None:
             return ops.attention(q, k, v, causal=True)
-        cu = bounds.to(q.device)
-        spans = ops.Spans.of_documents(cu, cu, length, length, True)
-        return ops.attention(q, k, v, spans=spans)
+        if q.device not in spans:
+            cu = bounds.to(q.device)
+            spans[q.device] = ops.Spans.of_documents(cu, cu, length, length, True)
+        return ops.attention(q, k, v, spans=spans[q.device])
 
     def torch_op(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        seen = None if bounds is None else mask.to(q.device)
+        if bounds is not None and q.device not in masks:
+            masks[q.device] = mask.to(q.device)
+        seen = masks.get(q.device)
         return F.scaled_dot_product_attention(
             q, k, v, seen, is_causal=bounds is None, enable_gqa=heads != kv_heads
         )

@@ -61,7 +61,8 @@ SCHEMAS = {
     "seed_stack": "(Tensor h, Tensor seed, Tensor factor) -> Tensor",
     # q [2, B, H, Sq, D], k and v [2, B, Hkv, Sk, D]; query i sees keys [spans[b, i, 0],
     # spans[b, i, 1]), key_spans [B or 1, Sk, 2] is the same seen from the keys; `causal` without
-    # spans: key j <= query i. -> out (memory order [2, B, Sq, H, D]), lse and mu [B, H, Sq] fp32.
+    # spans: key j <= query i. -> out (memory order [2, B, Sq, H, D]), lse [2, B, H, Sq] and mu [B,
+    # H, Sq] in fp32, whatever the backward needs of the rows.
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor? spans, Tensor? key_spans, bool causal, "
     "float scale) -> (Tensor, Tensor, Tensor)",
     "attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "

@@ -4,6 +4,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stars_fast.training.batches import Batches
 from stars_fast.training.config import RunConfig
@@ -37,7 +38,8 @@ def fit_memory(
 
         release(step_loss)
         whole_gradients = config.train.accumulation > 1
-    budget = activation_budget(config.memory, loss.loop.model, optimizer, whole_gradients)
+    held = isinstance(step_loss, DistributedDataParallel)
+    budget = activation_budget(config.memory, loss.loop.model, optimizer, whole_gradients, held)
     measured, budget = agree(measured, budget, world)
     kept = config.train.backprop_turns
 

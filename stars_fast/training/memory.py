@@ -239,14 +239,16 @@ def activation_budget(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     whole_gradients: bool = False,
+    gradients_held: bool = False,
 ) -> int | None:
     """Bytes that activations may take on this process's device; None where that is not known.
 
     Free memory less what is not there yet: gradients, the optimiser's averages (two a parameter,
     as Adam's), one gradient before it is added to its sum, and under FSDP2 three of the biggest
     unit (gathered, being gathered, and its gradient). With `whole_gradients` FSDP2 keeps them, in
-    fp32, between the micro-batches of a step. A margin of a tenth stays free. Weights must not be
-    gathered when this is called.
+    fp32, between the micro-batches of a step. With `gradients_held` the memory of all gradients is
+    taken already: DDP makes its buckets, which they are views of, when it wraps the model. A margin
+    of a tenth stays free. Weights must not be gathered when this is called.
     """
     if config.budget is not None:
         return round(config.budget * GIB)
@@ -255,7 +257,9 @@ def activation_budget(
     if free is None:
         return None
     sizes = [_bytes(p) for p in params]
-    coming = sum(size for p, size in zip(params, sizes, strict=True) if p.grad is None)
+    coming = 0
+    if not gradients_held:
+        coming += sum(size for p, size in zip(params, sizes, strict=True) if p.grad is None)
     coming += sum(
         2 * size for p, size in zip(params, sizes, strict=True) if not optimizer.state.get(p)
     )

@@ -1,7 +1,9 @@
+import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import finalize
 
 import pytest
@@ -16,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from stars_fast import Dual, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
+from stars_fast.training import fit_memory
+from stars_fast.training.config import load_config
 from stars_fast.training.distributed import World
 from stars_fast.training.memory import (
     Activations,
@@ -381,6 +385,55 @@ def test_the_budget_leaves_room_for_gradients_and_averages():
     assert 0 < budget < free
 
 
+DDP = """
+import os, re
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+def held():
+    return 1024 * int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+
+def grown(module, x):
+    before = held()
+    module(x).sum().backward()
+    return held() - before
+
+x = torch.randn(2, 4096)
+model, other = (torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(4)]) for _ in "ab")
+grown(torch.nn.Linear(4096, 4096), x)  # what is loaded once
+store = dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+wrapped = DistributedDataParallel(other, gradient_as_bucket_view=True)
+print(grown(wrapped, x) / grown(model, x))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for what a process holds")
+def test_ddp_holds_the_gradients_before_the_first_backward():
+    command = [sys.executable, "-c", DDP]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.5
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["ddp", "alone"])
+def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
+    class StepLoss:
+        loop = SimpleNamespace(model=None)
+
+    asked = []
+    kind = StepLoss if wrapped else torch.nn.parallel.DistributedDataParallel
+    monkeypatch.setattr(fit_memory, "DistributedDataParallel", kind)
+    monkeypatch.setattr(fit_memory, "root_of", lambda loss: lambda *args: GIVEN)
+    monkeypatch.setattr(fit_memory, "activation_budget", lambda *args: asked.append(args[-1]))
+    micro_batch = SimpleNamespace(tokens=torch.zeros(4))
+    batches = SimpleNamespace(window=lambda step: [micro_batch], most_tokens=4)
+    config, world = load_config("addition-quick", []), World(0, 1, torch.device("cpu"))
+    loss = StepLoss()
+    fit_memory.fit_memory(loss, loss, None, batches, config, world)
+    assert asked == [wrapped]
+
+
 def test_what_is_there_already_takes_no_more(monkeypatch):
     monkeypatch.setattr("stars_fast.training.memory.free_memory", lambda device: 10**9)
     model = torch.nn.Linear(1000, 1000)
@@ -388,6 +441,7 @@ def test_what_is_there_already_takes_no_more(monkeypatch):
     optimizer = torch.optim.AdamW(model.parameters())
     budget = partial(activation_budget, MemoryConfig(), model, optimizer)
     assert budget() == int(0.9 * (10**9 - 3 * size - 4 * 10**6))
+    assert budget(gradients_held=True) == int(0.9 * (10**9 - 2 * size - 4 * 10**6))
     model(torch.zeros(1, 1000)).sum().backward()
     assert budget() == int(0.9 * (10**9 - 2 * size - 4 * 10**6))
     optimizer.step()

@@ -88,8 +88,8 @@ def _forward_tile(
     step = mean - base
     left = left * old - kept * delta + (moment - added * step)
     delta *= scale
-    step *= scale
-    w = (e * (s_dot * scale - step[:, None])).to(q.dtype)
+    # The difference first: times the scale, fused into one rounding, it would not be 0 at `step`.
+    w = (e * scale * (s_dot - step[:, None])).to(q.dtype)
     e = e.to(q.dtype)
     SLAB: tl.constexpr = WIDTH // SLABS
     new = ()
