@@ -28,6 +28,7 @@ TOOLS = {name: getattr(tools, name) for name in tools.__all__}
 # a backward pass would need, or to one of several views. The last two run the whole block inside.
 MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "checkpoint": "hWb", "save_on_cpu": "Wb"}
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+LAYOUT_QUESTIONS = ("is_contiguous", "stride", "storage_offset")
 
 
 def lay_out(h, layout):
