@@ -70,7 +70,7 @@ class _Trial:
         return fused_jvp(self.block, h, self.v, args=(W, b, self.c))
 
     def outcome(self):
-        with torch.set_grad_enabled(self.program.mode != "no_grad"):
+        with self.program.around():
             return self.judge()
 
     def judge(self):
