@@ -26,8 +26,10 @@ TOOLS = {name: getattr(tools, name) for name in tools.__all__}
 
 # Which of the inputs require grad. What torch allows depends on it: under no_grad, a write to what
 # a backward pass would need, or to one of several views. The last two run the whole block inside.
-MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "checkpoint": "hWb", "save_on_cpu": "Wb"}
+MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "inference": ""}
+MODES |= {"checkpoint": "hWb", "save_on_cpu": "Wb"}
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
+LAYOUT_QUESTIONS = ("is_contiguous", "stride", "storage_offset")
 
 
 def lay_out(h, layout):
@@ -118,6 +120,12 @@ class Program:
         target = self.lines[i].text.split(" = ")[0]
         start = Line(START, f"{target} = h * 1.0")
         return replace(self, lines=(*self.lines[:i], start, *self.lines[i + 1 :]))
+
+    def around(self):
+        """The grad mode in which it runs."""
+        if self.mode == "inference":
+            return torch.inference_mode()
+        return torch.set_grad_enabled(self.mode != "no_grad")
 
     def title(self):
         return f"seed {self.seed}, h {list(self.shape)} {self.layout}, mode {self.mode}"
@@ -363,7 +371,7 @@ class Author:
 
     def __init__(self, seed):
         self.seed, self.rng = seed, random.Random(seed)
-        mode = self.rng.choices(list(MODES), (10, 6, 4, 1, 1))[0]
+        mode = self.rng.choices(list(MODES), (10, 6, 3, 1, 1, 1))[0]
         layout = self.rng.choices(LAYOUTS, (16, 4, 3, 1))[0]
         self.empty = Program(seed, mode, self.rng.choice(SHAPES), layout, (), ())
         self.lines, self.count = [], 0
@@ -376,9 +384,16 @@ class Author:
         self.names = TOOLS | inputs
         self.h = inputs["h"]
         self.values = {"h": self.h}
-        for line, targets in self.lines:
-            exec(line.text, self.names)
+        for i, (line, targets) in enumerate(self.lines):
+            try:
+                exec(line.text, self.names)
+            except RuntimeError:
+                # Legal only after the questions that `judge` asks, which make torch look again at
+                # the history of a view.
+                self.lines = self.lines[:i]
+                return self.restart()
             self.values.update((name, self.names[name]) for name in targets)
+        return None
 
     def write(self):
         starts = ("h * 1.0", "h.clone()", "h.sin()", "h + c[:{width}]", "h * b[:{width}]")
@@ -404,6 +419,12 @@ class Author:
         # Views and writes to them are where a pass can go wrong unseen.
         table = self.rng.choices((PURE, VIEWS, IN_PLACE, COMPLEX), (4, 3, 5, 2))[0]
         op = self.rng.choice(table)
+        if self.empty.layout == "expanded" and op.name in (
+            "stride",
+            "is_contiguous",
+            "storage_offset",
+        ):
+            raise Rejected  # the pass copies such an h: its rows need tangents of their own
         names = [
             name
             for name, value in self.values.items()
@@ -466,5 +487,6 @@ def write(seed):
     """The program of a seed."""
     torch.manual_seed(seed)
     author = Author(seed)
-    with torch.set_grad_enabled(author.empty.mode != "no_grad"):
+    # Tensors of the inference mode have no versions, by which writes to h are seen.
+    with torch.set_grad_enabled(bool(MODES[author.empty.mode])):
         return author.write()
