@@ -69,16 +69,6 @@ class Step:
         "smooth",
         "value",
     )
-    kind: str
-    of: Dual
-    value: Any
-    dtype: torch.dtype
-    shape: torch.Size
-    device: torch.device
-    smooth: bool
-    grad: bool
-    called: Any
-    held: tuple[tuple[Tensor, int], ...]
 
 
 class _Local(threading.local):

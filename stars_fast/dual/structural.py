@@ -524,7 +524,8 @@ def setitem(input: Any, index: Any, value: Any) -> None:
         input.stack[0][index] = primal
         input.stack[1][index] = tangent
         return
-    place = input.stack[(slice(None), *index)]
+    shifted = (slice(None), *index)
+    place = input.stack[shifted]
     if type(value) is not Dual:
         place[0][...] = value
         place[1].zero_()
