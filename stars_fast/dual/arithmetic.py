@@ -216,6 +216,16 @@ def fill_(input: Any, value: Any) -> Dual:
     return input
 
 
+@rule("fill_diagonal_", kind="in-place")
+def fill_diagonal_(input: Dual, fill_value: Any, wrap: bool = False) -> Dual:
+    check_writable("fill_diagonal_", input)
+    place = torch.zeros(input.shape, dtype=torch.bool, device=input.device)
+    place.fill_diagonal_(True, wrap)
+    return assign(
+        "fill_diagonal_", input, masked_fill(Dual(input.stack.clone()), place, fill_value)
+    )
+
+
 # -- matrix products
 
 

@@ -102,6 +102,11 @@ def _become_dual(tensor: Tensor, stack: Tensor) -> None:
     tensor.turned = True  # type: ignore[attr-defined]
 
 
+def is_recomputing() -> bool:
+    """Whether no pass runs in this thread: a Dual met there is in a region that is computed again."""
+    return getattr(_local, "mode", None) is None
+
+
 def turn_fresh(target: Any) -> bool:
     """Make a Dual of a plain tensor, in place, where the running pass made it."""
     mode = getattr(_local, "mode", None)

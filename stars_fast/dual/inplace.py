@@ -7,17 +7,22 @@ from typing import Any
 
 import torch
 
-from stars_fast.dual.fresh import turn_fresh
+from stars_fast.dual.fresh import is_recomputing, turn_fresh
 from stars_fast.dual.tensor import Dual, frozen_by
 
 
 def check_writable(name: str, target: Any) -> None:
     """Raise unless `target` is a Dual whose stack may be written, or can be made one."""
     if type(target) is not Dual and not turn_fresh(target):
+        way_out = "allocate the tensor inside the block"
+        if is_recomputing():
+            way_out = (
+                "in a checkpointed region, allocate the tensor with zeros_like or new_zeros of one "
+                "that depends on h"
+            )
         raise RuntimeError(
-            f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor "
-            "from outside, which can't hold it; use the out-of-place form, or allocate the tensor "
-            "inside the block"
+            f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor, "
+            f"which can't hold it; use the out-of-place form, or {way_out}"
         )
     view = frozen_by(target)
     if view is not None:

@@ -232,13 +232,15 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 
 
 def _split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Scaled queries [2, B * Hkv, G, Sq, D], keys and values [2, B * Hkv, Sk, D], contiguous."""
+    """Scaled queries [2, B * Hkv, G, Sq, D], keys and values [2, B * Hkv, Sk, D], contiguous, in
+    memory of their own: the inputs may be written to before the backward."""
     queries = _grouped(widen(q), k.shape[2]) * scale
-    return (
-        queries.contiguous(),
-        widen(k).flatten(1, 2).contiguous(),
-        widen(v).flatten(1, 2).contiguous(),
-    )
+    return queries.contiguous(), _flat_heads(k), _flat_heads(v)
+
+
+def _flat_heads(x: Tensor) -> Tensor:
+    flat = widen(x).flatten(1, 2).contiguous()
+    return flat.clone() if flat.data_ptr() == x.data_ptr() else flat
 
 
 def _joined(x: Tensor, q_shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -246,6 +246,8 @@ def test_augmented_assignment_to_a_part():
         lambda y: y.div_(torch.sqrt(y.clone().square() + 1)),
         lambda y: y.mul_(torch.relu(y)),
         lambda y: y.copy_(0.7),
+        lambda y: y.fill_diagonal_(0.5),
+        lambda y: y.t().fill_diagonal_(0.5, wrap=True),
         lambda y: y.flatten(0, 0).t_().mul_(0.5),
         lambda y: torch.mean(input=y, dim=-1, keepdim=True).add_(1.0).expand(3, 4) + y.mul_(2.0),
         lambda y: F.scaled_dot_product_attention(y, y, y.sin()).mul_(2.0) + y,
@@ -253,7 +255,7 @@ def test_augmented_assignment_to_a_part():
         lambda y: y.sub_(torch.zeros_like(y).scatter_add(1, torch.zeros(3, 4).long(), y)),
         lambda y: y.add_(torch.rsqrt(y.clone() ** 2 + 1).reciprocal()),
     ],
-    ids=range(20),
+    ids=range(22),
 )
 def test_assignments_are_exact(assign):
     assert_matches_differences(written(assign), numbers(3, 4))
@@ -385,6 +387,32 @@ def test_a_tensor_from_outside_is_not_filled():
             fused_jvp(write, numbers(3, 4), numbers(3, 4))
     assert type(outside) is torch.Tensor
     assert not outside.any()
+
+
+def test_a_fresh_tensor_in_a_recomputed_region_is_refused_with_the_way_out():
+    def block(make):
+        def part(x):
+            made = make(x)
+            made[1:] = x[1:]
+            return made.sin()
+
+        return lambda h: checkpoint(part, h, use_reentrant=False)
+
+    h = numbers(3, 4).requires_grad_()
+    loss = fused_jsrr(block(lambda x: torch.zeros(3, 4, dtype=x.dtype)), h, detach=False)
+    with pytest.raises(RuntimeError, match="in a checkpointed region, allocate"):
+        loss.backward()
+    assert_matches_differences(block(torch.zeros_like), numbers(3, 4))
+
+
+def test_attention_may_be_followed_by_writes_to_its_inputs():
+    def block(h):
+        x = h.sin()
+        y = F.scaled_dot_product_attention(query=x, key=x, value=x, scale=0.3)
+        x.hsplit([1])[0].mul_(1.3)
+        return y + x
+
+    assert_matches_differences(block, numbers(1, 3, 4))
 
 
 def test_memory_of_a_filled_tensor_is_not_read_again():
