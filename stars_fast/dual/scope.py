@@ -88,4 +88,4 @@ def dual_scope() -> Iterator[None]:
             _depth -= 1
             if _depth == 0:
                 _stance.__exit__(None, None, None)
-                torch.autograd.Function.apply = _unbound_apply  # type: ignore[method-assign,assignment]
+                torch.autograd.Function.apply = _unbound_apply  # type: ignore[method-assign]
