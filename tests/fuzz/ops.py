@@ -427,7 +427,7 @@ arange: {x} * torch.arange({x}.numel(), dtype=torch.float64).view({x}.shape).sin
 detach: {x} * held({s}.detach())
 detach of a product: held(({x} * {s}).detach()) + {x}.sin()
 is_contiguous: {x} * (2.0 if {x}.is_contiguous() else 3.0)
-stride: {x} * (1.0 + sum({x}.stride()) / 10)
+stride: {x} * (1.0 + sum(s for s, n in zip({x}.stride(), {x}.shape) if n > 1) / 10)
 storage_offset: {x} * (1.0 + {x}.storage_offset() / 10)
 item: {x} * (2.0 if {s}.sum().item() > 0 else 1.0)
 zeros index_add_: {x}.new_zeros({shape}).flatten().index_add_(0, {all}, {x}.reshape(-1))
@@ -724,7 +724,7 @@ T add_: {x}.flatten(0, -2).T.add_({k})
 fill_diagonal_: {x}.flatten(0, -2).fill_diagonal_({k})
 view_as_complex mul_: torch.view_as_complex({x}.view({pairs})).mul_(0.5 + 0.5j)
 transpose_: {x}.transpose_({d}, {e})
-addmm_: {x}.flatten(0, -2).addmm_({s}.flatten(0, -2), {W})
+addmm_: {x}.flatten(0, -2).addmm_({s}.flatten(0, -2).sin(), {W})
 """,
         dims=2,
         in_place=True,

@@ -1,8 +1,8 @@
 """Random programs: a seed gives a block `h -> y` as a list of lines of Python.
 
 Every line is run by torch as it is drawn, on tensors that require grad: what torch refuses, in the
-forward or in the backward pass, is drawn again, so that a program is legal by construction. All
-live values are part of the result, so that a write that reached too little or too much is seen.
+forward or in the backward pass, is drawn again, so that a program is legal by construction. The
+live values are the result, so that a write that reached too little or too much is seen.
 """
 
 import functools
@@ -19,7 +19,9 @@ SHAPES = [(2, 3, 4), (3, 4), (2, 4), (4,), (2, 2, 2, 4), (1, 3, 4), (2, 3, 2)]
 WIDEST = 8  # of a weight
 LARGEST = 96  # elements of a value
 TALLEST = 30.0  # a value; finite differences see nothing of what is small beside it
-TRIES = 20
+TRIES = 20  # of a line
+LIVE = 8  # values of a result
+START = "start"  # the op of a program's first line
 
 # What a program can call; a report prints this file above its programs.
 TOOLS = {name: getattr(tools, name) for name in tools.__all__}
@@ -40,9 +42,6 @@ def lay_out(h, layout):
     if layout == "sliced":
         return torch.cat((h, h), -1)[..., : h.shape[-1]]
     return h[:1].expand(h.shape) if layout == "expanded" and h.dim() > 1 else h
-
-
-START = "start"  # the op of a program's first line
 
 
 @dataclass(frozen=True)
@@ -370,7 +369,7 @@ class Author:
     """Writes one program, line by line, and runs along."""
 
     def __init__(self, seed):
-        self.seed, self.rng = seed, random.Random(seed)
+        self.rng = random.Random(seed)
         mode = self.rng.choices(list(MODES), (10, 6, 3, 1, 1, 1))[0]
         layout = self.rng.choices(LAYOUTS, (16, 4, 3, 1))[0]
         self.empty = Program(seed, mode, self.rng.choice(SHAPES), layout, (), ())
@@ -407,7 +406,7 @@ class Author:
                 except Rejected:
                     pass
         outputs = []
-        for name in [n for n in self.values if n != "h"][-8:]:
+        for name in [n for n in self.values if n != "h"][-LIVE:]:
             if self.values[name].is_complex():
                 outputs += [f"{name}.real.reshape(-1)", f"{name}.imag.reshape(-1)"]
             else:
@@ -419,11 +418,7 @@ class Author:
         # Views and writes to them are where a pass can go wrong unseen.
         table = self.rng.choices((PURE, VIEWS, IN_PLACE, COMPLEX), (4, 3, 5, 2))[0]
         op = self.rng.choice(table)
-        if self.empty.layout == "expanded" and op.name in (
-            "stride",
-            "is_contiguous",
-            "storage_offset",
-        ):
+        if self.empty.layout == "expanded" and op.name in LAYOUT_QUESTIONS:
             raise Rejected  # the pass copies such an h: its rows need tangents of their own
         names = [
             name
