@@ -246,6 +246,51 @@ def test_ddp_hands_its_inputs_on():
     assert torch.equal(outputs[0], x)
 
 
+@rests_on("torch.nn.modules._functions.BackwardHookFunction")
+def test_modules_with_backward_hooks_hand_their_inputs_through_a_function():
+    from torch.nn.modules._functions import BackwardHookFunction
+
+    x = torch.ones(3, requires_grad=True)
+    (y,) = BackwardHookFunction.apply(x)
+    assert torch.equal(x, y)
+    assert y.grad_fn is not None
+
+
+@rests_on("torch._C._len_torch_function_stack")
+def test_modes_of_torch_functions_are_counted_without_the_running_one():
+    from torch.overrides import TorchFunctionMode
+
+    counts = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            counts.append(torch._C._len_torch_function_stack())
+            return func(*args, **(kwargs or {}))
+
+    assert torch._C._len_torch_function_stack() == 0
+    with Mode():
+        torch.ones(1)
+    with Mode(), Mode():
+        torch.ones(1)
+    assert counts == [0, 1, 0]
+
+
+@rests_on("torch._C.ScriptMethod", "torch._ops.HigherOrderOperator")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_and_higher_order_ops_come_as_these_classes():
+    seen = []
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return args[0]
+
+    torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))(torch.zeros(1, 2).as_subclass(Loud))
+    assert isinstance(seen[0], torch._C.ScriptMethod)
+    assert isinstance(torch.ops.higher_order.cond, torch._ops.HigherOrderOperator)
+
+
 @rests_on("torch.utils.checkpoint._NoopSaveInputs")
 def test_checkpointing_keeps_its_inputs_by_a_function():
     if not hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):  # torch 2.13 and later have none

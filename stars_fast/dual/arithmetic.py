@@ -104,13 +104,19 @@ def mul(input: Any, other: Any) -> Dual:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     if a_dot is not None and b_dot is not None:
         alike = a.shape == b.shape and a.dtype == b.dtype and not a.is_complex()
-        if alike and a.is_contiguous() and b.is_contiguous():
+        # One op keeps both factors for its backward; eager keeps one only for the other's gradient.
+        both = input.stack.requires_grad == other.stack.requires_grad
+        if alike and both and a.is_contiguous() and b.is_contiguous():
             return Dual(gated(input.stack, other.stack, "identity"))
         return Dual.join(a * b, torch.addcmul(a_dot * b, a, b_dot))
-    dual, constant = (input, b) if b_dot is None else (other, a)
-    if _plain_stacks(dual, constant):
-        return Dual(align(dual.stack, _ndim(constant)) * constant)
-    return Dual.join(dual.stack[0] * constant, dual.stack[1] * constant)
+    if b_dot is None:
+        if _plain_stacks(input, b):
+            return Dual(align(input.stack, _ndim(b)) * b)
+        return Dual.join(a * b, a_dot * b)
+    # In the order of the call: the result has the memory order of the first.
+    if _plain_stacks(other, a):
+        return Dual(a * align(other.stack, _ndim(a)))
+    return Dual.join(a * b, a * b_dot)
 
 
 @rule("__rmul__", kind="product")

@@ -90,6 +90,8 @@ def prod(
     if x.dim() == 0:
         return x.to(out)
     x = x.flatten() if dim is None else x.transpose(dim, -1)
+    if x.shape[-1] == 1:
+        x = x.clone()  # not the input itself
     if x.shape[-1] == 0:
         return torch.ones_like(x.sum(-1, keepdim=keepdim)).to(out)
     while x.shape[-1] > 1:

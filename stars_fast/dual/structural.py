@@ -103,7 +103,7 @@ def transpose(input: Dual, dim0: int, dim1: int) -> Dual:
 
 @rule("t", kind="stacked")
 def t(input: Dual) -> Dual:
-    return Dual(input.stack.transpose(1, min(2, input.stack.dim() - 1)))
+    return Dual(input.stack.transpose(1, 2) if input.stack.dim() > 2 else input.stack[:])
 
 
 @rule("T", kind="stacked")

@@ -98,7 +98,8 @@ class _Norm(torch.autograd.Function):
         centre: bool,
         dual: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # For the weight alone: eager keeps a normalised copy, so x may be written to afterwards.
+        ctx.save_for_backward(x if ctx.needs_input_grad[0] or weight is None else x.clone(), weight)
         ctx.options = eps, centre, dual
         ctx.bias_dtype = None if bias is None else bias.dtype
         return implementation("norm", x)(x, weight, bias, eps, centre, dual)

@@ -136,6 +136,9 @@ def reused(op):
         lambda x: x.t().sum(0),
         lambda x: x[:, ::2].exp() * 1.0,
         lambda x: x.t().ravel(),
+        lambda x: (torch.ones(4, 3) > 0) * x.t(),
+        lambda x: x[None].prod(0),
+        lambda x: x[None].cumprod(0),
         lambda x: x.t()[torch.tensor([1, 0])],
         lambda x: F.gelu(x.view(3, 2, 2).permute(2, 0, 1)),
         lambda x: F.dropout(x.t(), 0.5, False),
@@ -146,7 +149,7 @@ def reused(op):
         lambda x: torch.zeros_like(x.t()) + x.t(),
         lambda x: x[:1].expand(3, 4) * 2.0,
     ],
-    ids=range(31),
+    ids=range(34),
 )
 def test_results_lie_in_memory_as_eager_s_do(op):
     h = numbers(3, 4)
@@ -247,6 +250,7 @@ def test_augmented_assignment_to_a_part():
         lambda y: y.mul_(torch.relu(y)),
         lambda y: y.copy_(0.7),
         lambda y: y.fill_diagonal_(0.5),
+        lambda y: y.sum().t().mul_(y.mean()),
         lambda y: y.t().fill_diagonal_(0.5, wrap=True),
         lambda y: y.flatten(0, 0).t_().mul_(0.5),
         lambda y: torch.mean(input=y, dim=-1, keepdim=True).add_(1.0).expand(3, 4) + y.mul_(2.0),
@@ -255,7 +259,7 @@ def test_augmented_assignment_to_a_part():
         lambda y: y.sub_(torch.zeros_like(y).scatter_add(1, torch.zeros(3, 4).long(), y)),
         lambda y: y.add_(torch.rsqrt(y.clone() ** 2 + 1).reciprocal()),
     ],
-    ids=range(22),
+    ids=range(23),
 )
 def test_assignments_are_exact(assign):
     assert_matches_differences(written(assign), numbers(3, 4))
@@ -403,6 +407,32 @@ def test_a_fresh_tensor_in_a_recomputed_region_is_refused_with_the_way_out():
     with pytest.raises(RuntimeError, match="in a checkpointed region, allocate"):
         loss.backward()
     assert_matches_differences(block(torch.zeros_like), numbers(3, 4))
+
+
+def test_a_factor_is_kept_for_the_other_s_gradient_alone():
+    def block(h):
+        x = h * 1.0
+        y = torch.full_like(x, 2.0) * x + x.new_ones(3, 4) * x
+        x[0] -= 1
+        return y + x
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
+def test_a_norm_of_what_needs_no_gradient_may_be_followed_by_a_write():
+    weight = numbers(4, seed=8).requires_grad_()
+
+    def block(h):
+        x = h * 1.0
+        y = F.rms_norm(x, (4,), weight)
+        x[0] -= 1
+        return y * x
+
+    h, v = numbers(3, 4), numbers(3, 4, seed=1)
+    (grad,) = torch.autograd.grad(fused_jvp(block, h, v)[1].sum(), weight)
+    y, y_dot = torch.func.jvp(lambda x: F.rms_norm(x, (4,)), (h,), (v,))
+    moved = torch.cat((h[:1] - 1, h[1:]))
+    torch.testing.assert_close(grad, (y_dot * moved + y * v).sum(0))
 
 
 def test_attention_may_be_followed_by_writes_to_its_inputs():
