@@ -77,6 +77,8 @@ def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Tensor
     while step < x.shape[-1]:
         x = torch.cat((x[..., :step], x[..., step:] * x[..., :-step]), -1)
         step *= 2
+    if x.shape[-1] <= 1:
+        x = x.clone()  # not the input itself
     return x.transpose(dim, -1).to(out).contiguous()
 
 

@@ -137,8 +137,8 @@ def reused(op):
         lambda x: x[:, ::2].exp() * 1.0,
         lambda x: x.t().ravel(),
         lambda x: (torch.ones(4, 3) > 0) * x.t(),
-        lambda x: x[None].prod(0),
-        lambda x: x[None].cumprod(0),
+        lambda x: x[None].prod(0) + x,
+        lambda x: x[None].cumprod(0) + x,
         lambda x: x.t()[torch.tensor([1, 0])],
         lambda x: F.gelu(x.view(3, 2, 2).permute(2, 0, 1)),
         lambda x: F.dropout(x.t(), 0.5, False),
@@ -156,6 +156,45 @@ def test_results_lie_in_memory_as_eager_s_do(op):
     eager, dual = op(h * 1.0), op(Dual(torch.stack((h, h))) * 1.0)
     assert dual.stride() == eager.stride()
     assert_matches_differences(reused(op), h)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x: x.prod(0),
+        lambda x: x.cumprod(0),
+        lambda x: x.cumsum(0),
+        lambda x: x.logcumsumexp(0),
+        lambda x: x.sum(0),
+        lambda x: x.logsumexp(0),
+        lambda x: x.amax(0),
+        lambda x: x.sort(0).values,
+        lambda x: x.cummax(0).values,
+        lambda x: torch.cat((x,)),
+        lambda x: x.flip(0),
+        lambda x: x.repeat(1, 1),
+        lambda x: torch.softmax(x, 0),
+        lambda x: x.masked_fill(x > 1e9, 0.0),
+        lambda x: x * 1.0,
+        lambda x: F.pad(x, (0, 0)),
+        lambda x: F.conv1d(x[None], torch.ones(1, 1, 1, dtype=x.dtype)),
+        lambda x: x[torch.tensor([0])],
+        lambda x: F.interpolate(x[None], scale_factor=1.0),
+        lambda x: F.dropout(x, 0.0),
+    ],
+    ids=range(20),
+)
+def test_results_are_not_the_input_where_eager_makes_new_ones(op):
+    """Along a dimension of size 1 an op has nothing to do, and may hand on what it was given."""
+
+    def block(h):
+        x = h * 1.0
+        with torch.no_grad():
+            y = op(x)
+            y.fill_(3.0)
+        return x * 2.0
+
+    assert_matches_differences(block, numbers(1, 4))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "gaps", "channels_last"])
