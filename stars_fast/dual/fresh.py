@@ -103,7 +103,7 @@ def _become_dual(tensor: Tensor, stack: Tensor) -> None:
 
 
 def is_recomputing() -> bool:
-    """Whether no pass runs in this thread: a Dual met then is in a region that is computed again."""
+    """Whether no pass runs in this thread: a Dual met then is in a recomputed region."""
     return getattr(_local, "mode", None) is None
 
 
