@@ -1,7 +1,7 @@
 """Many programs from the command line: python tests/fuzz/run.py 0 10000 --jobs 2
 
-Prints how many agree, are refused, crash or are wrong, refusals by op, and each failure in its
-smallest form.
+Prints how many agree, are refused, crash or are wrong, refusals by their words, what nothing
+judges, and each failure in its smallest form.
 """
 
 import argparse
@@ -97,6 +97,10 @@ def main():
     refusals = Counter(o.detail.split(" | ")[0] for _, o in outcomes if o.kind == "refused")
     for text, count in refusals.most_common():
         print(f"  refused {count}: {text}")
+
+    for program, outcome in outcomes:
+        if outcome.kind in ("illegal", "torch", "rough"):
+            print(f"  {outcome.kind}, {program.title()}: {outcome.detail.splitlines()[0][:100]}")
 
     found, groups = {}, Counter()
     for program, outcome in outcomes:
