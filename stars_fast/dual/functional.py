@@ -342,7 +342,9 @@ def _unfused_attention(
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     with no_autocast(q):
         q, k, v = (widen(x.to(dtype)) for x in (q, k, v))
-        s = (q * scale) @ k.mT
+        # Half of the scale each, as eager: neither input is kept, so both may be written to.
+        root = abs(scale) ** 0.5
+        s = (q * math.copysign(root, scale)) @ (k * root).mT
         if mask is not None:
             s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
         if is_causal:
@@ -414,4 +416,8 @@ def scaled_dot_product_attention(
     if k.shape[1] != q.shape[1]:
         k, v = (x.expand(2, q.shape[1], *x.shape[2:]) for x in (k, v))
     out = ops.attention(q, k, v, attn_mask, is_causal, scale)
-    return Dual(out.squeeze(2) if query.dim() == 3 else out)
+    if query.dim() == 3:
+        return Dual(out.squeeze(2))
+    # Eager's result has the memory order of the query; that of ours is [B, S, H, D].
+    by_rows = primal_of(query).transpose(1, 2).is_contiguous()
+    return Dual(out if by_rows else out.contiguous())

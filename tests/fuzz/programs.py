@@ -31,7 +31,7 @@ TOOLS = {name: getattr(tools, name) for name in tools.__all__}
 MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "inference": ""}
 MODES |= {"checkpoint": "hWb", "save_on_cpu": "Wb"}
 LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
-LAYOUT_QUESTIONS = ("is_contiguous", "stride", "storage_offset")
+LAYOUT_QUESTIONS = ("is_contiguous", "stride", "storage_offset", "select_scatter", "slice_scatter")
 
 
 def lay_out(h, layout):
