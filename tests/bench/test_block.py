@@ -107,7 +107,7 @@ def test_blocks_take_the_fast_path(kind):
     found = explain(block, h)
     assert found.fallbacks == []
     fused = {name for name, path in found.ops if path == "fused"}
-    assert {"rms_norm", "scaled_dot_product_attention", "silu"} <= fused
+    assert {"rms_norm", "scaled_dot_product_attention", "gated:silu"} <= fused
     assert ("apply_rotary_pos_emb" in fused) == (kind == "sandwich")
 
 
