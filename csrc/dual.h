@@ -167,13 +167,6 @@ struct Abs {
 // Derivatives by the result, for a backward that keeps y and yd: f' = g(y), f'' xd = k(y) yd. Then
 // `pointwise_backward` of (y, yd) with (g, k) for (f', f'') is that of (x, xd).
 
-struct ReluResult {
-  template <typename T>
-  static STARS_FN Jet<T> at(T y) {
-    return {y, y > T(0) ? T(1) : T(0), T(0)};
-  }
-};
-
 struct SigmoidResult {
   template <typename T>
   static STARS_FN Jet<T> at(T y) {

@@ -275,6 +275,46 @@ def test_modes_of_torch_functions_are_counted_without_the_running_one():
     assert counts == [0, 1, 0]
 
 
+@rests_on("torch._C.DisableTorchFunction")
+def test_torch_functions_can_be_disabled_for_subclasses_and_modes():
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    class Loud(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError
+
+    x = torch.ones(2).as_subclass(Loud)
+    with Mode(), torch._C.DisableTorchFunction():
+        assert torch.Tensor.is_leaf.__get__(x)
+
+
+@rests_on(
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+    "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+)
+def test_checkpointing_prepares_a_region_by_a_global_function_that_takes_it_first(monkeypatch):
+    part, given = torch.sin, []
+    names = [name for name in vars(torch.utils.checkpoint) if "without_reentrant_gen" in name]
+    assert names
+    for name in names:
+        prepare = getattr(torch.utils.checkpoint, name)
+
+        def note(fn, *args, _prepare=prepare, **kwargs):
+            given.append(fn)
+            return _prepare(lambda x: fn(x), *args, **kwargs)
+
+        monkeypatch.setattr(torch.utils.checkpoint, name, note)
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False).sum().backward()
+    assert part in given
+    assert torch.allclose(x.grad, x.detach().cos())
+
+
 @rests_on("torch._C.ScriptMethod", "torch._ops.HigherOrderOperator")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_and_higher_order_ops_come_as_these_classes():

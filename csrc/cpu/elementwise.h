@@ -27,7 +27,6 @@ void by_function(Function function, Body body) {
     case Function::cos: return body(Cos{});
     case Function::erf: return body(Erf{});
     case Function::abs: return body(Abs{});
-    case Function::relu_result: return body(ReluResult{});
     case Function::sigmoid_result: return body(SigmoidResult{});
     case Function::tanh_result: return body(TanhResult{});
     case Function::exp_result: return body(ExpResult{});

@@ -22,7 +22,7 @@ struct Rows {
 enum class Function {
   silu, gelu, gelu_tanh, relu, identity,  // as gates too
   sigmoid, tanh, exp, log, sqrt, rsqrt, reciprocal, square, sin, cos, erf, abs,
-  relu_result, sigmoid_result, tanh_result, exp_result, sqrt_result, rsqrt_result, reciprocal_result
+  sigmoid_result, tanh_result, exp_result, sqrt_result, rsqrt_result, reciprocal_result
 };
 
 struct Call {

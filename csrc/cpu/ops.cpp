@@ -216,7 +216,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sandwich_backward(
 Function function_of(const std::string& name) {
   static const char* const names[] = {"silu", "gelu", "gelu_tanh", "relu", "identity", "sigmoid", "tanh",
                                       "exp", "log", "sqrt", "rsqrt", "reciprocal", "square",
-                                      "sin", "cos", "erf", "abs", "relu_result", "sigmoid_result",
+                                      "sin", "cos", "erf", "abs", "sigmoid_result",
                                       "tanh_result", "exp_result", "sqrt_result", "rsqrt_result",
                                       "reciprocal_result"};
   int i = 0;

@@ -1,10 +1,10 @@
 """Tensors that a block makes and then fills: `torch.zeros(...)`, then `copy_`, `index_add_` or an
 assignment of what depends on h.
 
-While a pass runs, a torch function mode notes what the block's own calls of factories return, and
-the views of it. The first value with a tangent that is written into such a tensor turns it, and its
-views, into Duals with one stack between them. A tensor from outside of the pass, such as a buffer,
-is not turned: it would keep a tangent beyond the pass.
+While a pass runs, a torch function mode notes the plain tensors that the block's own calls make,
+and the views of them. The first value with a tangent that is written into such a tensor turns it,
+and its views, into Duals with one stack between them. A tensor from outside of the pass, such as a
+buffer, is not turned: it would keep a tangent beyond the pass.
 """
 
 from __future__ import annotations
@@ -17,15 +17,25 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from stars_fast.dual.lazy import before_write
+from stars_fast.dual.layout import order_of, stack_pair
+from stars_fast.dual.lazy import settle_all
 from stars_fast.dual.registry import objects_named
-from stars_fast.dual.tensor import Dual, is_ordinary
+from stars_fast.dual.tensor import Dual, is_ordinary, set_owner
 
-_MAKERS = frozenset(
+# What shares memory with the outside.
+_FOREIGN = frozenset(
+    target
+    for name in "from_numpy frombuffer as_tensor asarray from_dlpack".split()
+    for target in objects_named(name)
+)
+# What reads and does not write, between the ops of a formula: nothing that waits has to run first.
+_PURE = frozenset(
     target
     for name in """
-    zeros ones empty full rand randn zeros_like ones_like empty_like full_like rand_like randn_like
-    new_zeros new_ones new_empty new_full empty_strided eye clone repeat tile
+    shape dtype device ndim requires_grad is_cuda size dim numel __len__ float to type_as
+    add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ neg __neg__ div __truediv__
+    __getitem__ unsqueeze squeeze view reshape expand transpose permute contiguous cos sin
+    __bool__ __eq__ __ne__ eq ne
     """.split()
     for target in objects_named(name)
 )
@@ -34,12 +44,22 @@ _count_modes = torch._C._len_torch_function_stack
 _local = threading.local()
 
 
-class FreshTensors(TorchFunctionMode):
-    """Notes the tensors that are made inside, with their views."""
+class Pass(TorchFunctionMode):
+    """One dual pass: it notes the tensors that are made inside, with their views.
+
+    Attributes:
+        running: whether the pass runs, or a part of it is computed again. A Dual that is met
+            otherwise was left behind, and stands for its primal.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._outer: list[Pass | None] = []
+
+    @property
+    def running(self) -> bool:
+        return bool(self._outer)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -47,67 +67,98 @@ class FreshTensors(TorchFunctionMode):
         # Straight to the rules, unless a mode of the user's is to see the call first.
         ordinary = Dual in types and all(kind is Dual or is_ordinary(kind) for kind in types)
         if ordinary and not _count_modes():
-            return Dual.__torch_function__(func, types, args, kwargs)
-        before_write(func)
+            result = Dual.__torch_function__(func, types, args, kwargs)
+            if type(result) is Tensor:
+                self._note(func, result, args)
+            return result
+        if func not in _PURE or kwargs:
+            settle_all()
         result = func(*args, **(kwargs or {}))
-        if func in _MAKERS:
-            self._note(result, made=True)
-        elif self._made:
-            for each in result if isinstance(result, (tuple, list)) else (result,):
-                self._note(each, made=False)
+        if type(result) is Tensor:
+            self._note(func, result, args)
+        elif type(result) in (tuple, list):
+            for each in result:
+                self._note(func, each, args)
         return result
 
-    def __enter__(self) -> FreshTensors:
-        self._outer, _local.mode = getattr(_local, "mode", None), self
+    def __enter__(self) -> Pass:
+        self._outer.append(getattr(_local, "running", None))
+        _local.running = self
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        _local.mode = self._outer
+        _local.running = self._outer.pop()
         super().__exit__(*error)
 
-    def _note(self, tensor: Any, made: bool) -> None:
+    def _note(self, func: Any, tensor: Any, args: tuple) -> None:
+        """Keep in mind a tensor that is made here, or a view of one."""
         if type(tensor) is not Tensor or not tensor.is_floating_point() or not tensor.numel():
             return
-        place = tensor.untyped_storage().data_ptr()
-        if made:
-            self._made[place] = [weakref.ref(tensor)]
-        elif place in self._made:
-            self._made[place].append(weakref.ref(tensor))
+        place = _address(tensor)
+        if place is None:
+            return
+        family = self._made.get(place)
+        if family is not None and any(ref() is not None for ref in family):
+            family.append(weakref.ref(tensor))
+        elif tensor._base is None and func not in _FOREIGN:
+            given = (x for x in args if isinstance(x, Tensor) and type(x) is not Dual)
+            if not any(x is tensor or _address(x) == place for x in given):
+                self._made[place] = [weakref.ref(tensor)]
 
     def turn(self, target: Tensor) -> bool:
         """Make Duals of a tensor that was made here and of its views; False for another tensor."""
-        alive = [ref() for ref in self._made.get(target.untyped_storage().data_ptr(), ())]
+        place = _address(target)
+        alive = [ref() for ref in self._made.get(place, ())] if place is not None else []
         family = [tensor for tensor in alive if tensor is not None]
-        if not any(tensor is target for tensor in family):
+        if place is None or not any(tensor is target for tensor in family):
             return False
         root = target if target._base is None else target._base
-        if not root.is_contiguous() or root.storage_offset() or root.dtype != target.dtype:
+        order = order_of(root)
+        flat = root if order is None else root.permute(order)
+        if not flat.is_contiguous() or root.storage_offset() or root.dtype != target.dtype:
             return False
-        del self._made[target.untyped_storage().data_ptr()]
-        stack = torch.stack((root, torch.zeros_like(root)))
+        del self._made[place]
+        stack = stack_pair(root, torch.zeros_like(root))
         with torch.no_grad():
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
         for tensor in family:
             shape, stride = (2, *tensor.shape), (root.numel(), *tensor.stride())
             whole = tensor.shape == root.shape and tensor.stride() == root.stride()
-            _become_dual(
+            self._become_dual(
                 tensor, stack if whole else stack.as_strided(shape, stride, tensor.storage_offset())
             )
         return True
 
+    def _become_dual(self, tensor: Tensor, stack: Tensor) -> None:
+        tensor.__class__ = Dual
+        tensor.stack = stack  # type: ignore[attr-defined]
+        tensor.turned = True  # type: ignore[attr-defined]
+        tensor.owner = self  # type: ignore[attr-defined]
 
-def _become_dual(tensor: Tensor, stack: Tensor) -> None:
-    tensor.__class__ = Dual
-    tensor.stack = stack  # type: ignore[attr-defined]
-    tensor.turned = True  # type: ignore[attr-defined]
+
+def _address(tensor: Tensor) -> int | None:
+    """Where the memory of a tensor begins; None for one without memory of its own, such as a sparse
+    one or one inside torch.vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def running_pass() -> Pass | None:
+    """The pass that runs in this thread."""
+    return getattr(_local, "running", None)
 
 
 def is_recomputing() -> bool:
     """Whether no pass runs in this thread: a Dual met then is in a recomputed region."""
-    return getattr(_local, "mode", None) is None
+    return running_pass() is None
 
 
 def turn_fresh(target: Any) -> bool:
     """Make a Dual of a plain tensor, in place, where the running pass made it."""
-    mode = getattr(_local, "mode", None)
-    return mode is not None and type(target) is Tensor and mode.turn(target)
+    running = running_pass()
+    return running is not None and type(target) is Tensor and running.turn(target)
+
+
+set_owner(running_pass)

@@ -75,6 +75,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         # The Duals of this thread that wait, or did.
         self.waiting: list[weakref.ref[Dual]] = []
+        self.limit = 64
         self.enabled = True
 
 
@@ -177,14 +178,29 @@ def wait(
     step.grad = _grad()
     dual = Dual.waiting(step)
     waiting = _local.waiting
-    if len(waiting) > 64:
+    if len(waiting) > _local.limit:
         waiting[:] = [ref for ref in waiting if (found := ref()) is not None and found.step]
+        _local.limit = max(64, 2 * len(waiting))
     waiting.append(weakref.ref(dual))
     return dual
 
 
 def settle(dual: Dual) -> None:
-    """Run the op that a Dual waits for."""
+    """Run the ops that a Dual waits for, from the first."""
+    chain = [dual]
+    while (before := chain[-1].step.of).step is not None:
+        chain.append(before)
+    for each in reversed(chain):
+        if each.step is not None:
+            _run(each)
+
+
+def forget() -> None:
+    """Drop what waits: no op of a pass that is over is asked for again."""
+    _local.waiting.clear()
+
+
+def _run(dual: Dual) -> None:
     step = dual.step
     check_held(step)
     with _as_called(step):
@@ -212,7 +228,8 @@ def _as_called(step: Step) -> Iterator[None]:
 def check_held(step: Step) -> None:
     """Raise if a tensor that a waiting op reads was written to in a way that nobody saw."""
     for source, version in step.held:
-        if source._version != version:
+        freed = source.numel() and not source.untyped_storage().nbytes()
+        if freed or source._version != version:
             raise RuntimeError(
                 f"stars_fast: a tensor of shape {list(source.shape)} was written in place, through "
                 "a plain tensor, before an op that reads it had run; clone it before the write, or "

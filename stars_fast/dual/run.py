@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.fresh import FreshTensors
+from stars_fast.dual.fresh import Pass
+from stars_fast.dual.lazy import forget
 from stars_fast.dual.parts import release
 from stars_fast.dual.scope import dual_scope
 from stars_fast.dual.tensor import Dual, check_history
@@ -33,10 +34,15 @@ def dual_pass(
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
     try:
-        with dual_scope(), masks_of_one_pass(), FreshTensors():
+        with dual_scope(), masks_of_one_pass(), Pass():
+            forget()  # what an earlier pass that failed has left
             output = first_output(block(Dual(stack), *args, **kwargs))
+            if type(output) is Dual:
+                check_history(output)
+                output.stack  # noqa: B018 - if it waits, now
     finally:
         release(block)
+        forget()
     if type(output) is not Dual:
         raise TypeError(
             "block: expected its (first) output to be a tensor that depends on h, got "
@@ -46,7 +52,6 @@ def dual_pass(
                 else type(output).__name__
             )
         )
-    check_history(output)
     return output.stack
 
 

@@ -8,12 +8,15 @@ below autograd and lose the gradient. While a pass runs, `Function.apply` looks 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
+from stars_fast.dual.fresh import running_pass
+from stars_fast.dual.lazy import settle_all
 from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual
@@ -71,12 +74,44 @@ def _pass_through(cls: Any, args: tuple) -> Any:
     )
 
 
+def _recomputed_in_scope(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """What prepares a checkpointed region, for a region of a pass: what waits runs before it, and
+    its recomputation, in backward, has the surroundings of the pass."""
+
+    def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        running = running_pass()
+        if running is None:
+            return generator(fn, *args, **kwargs)
+        settle_all()
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            with dual_scope(), running:
+                return fn(*args, **kwargs)
+
+        return generator(again, *args, **kwargs)
+
+    return prepare
+
+
+# What torch.utils.checkpoint prepares a region with, under the name that the running torch has.
+_PREPARERS = {
+    name.rpartition(".")[2]: getattr(torch.utils.checkpoint, name.rpartition(".")[2])
+    for name in (
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
+        "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
+    )
+    if hasattr(torch.utils.checkpoint, name.rpartition(".")[2])
+}
+
+
 @contextmanager
 def dual_scope() -> Iterator[None]:
     """The surroundings of one dual pass; passes of several threads share them."""
     global _depth, _stance
     with _lock:
         if _depth == 0:
+            for name, generator in _PREPARERS.items():
+                setattr(torch.utils.checkpoint, name, _recomputed_in_scope(generator))
             torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
             # A compiled function traces tensors, not pairs.
             _stance = torch.compiler.set_stance("force_eager")
@@ -90,3 +125,5 @@ def dual_scope() -> Iterator[None]:
             if _depth == 0:
                 _stance.__exit__(None, None, None)
                 torch.autograd.Function.apply = _unbound_apply  # type: ignore[method-assign]
+                for name, generator in _PREPARERS.items():
+                    setattr(torch.utils.checkpoint, name, generator)

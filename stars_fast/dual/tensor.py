@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
+from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import RULES, Rule, report
 
@@ -44,6 +46,8 @@ class Dual(torch.Tensor):
     # the block's own, with the history it had then.
     unpacked = False
     turned = False
+    # The pass that made it; None outside of one.
+    owner: Any = None
 
     @staticmethod
     def __new__(cls: type[Dual], stack: Tensor) -> Dual:
@@ -64,6 +68,7 @@ class Dual(torch.Tensor):
             requires_grad=stack.requires_grad,
         )
         self.stack = stack
+        self.owner = _running()
         return self
 
     def __init__(self, stack: Tensor) -> None:
@@ -80,6 +85,7 @@ class Dual(torch.Tensor):
             requires_grad=step.grad and step.smooth,
         )
         self.step = step
+        self.owner = _running()
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -119,8 +125,11 @@ class Dual(torch.Tensor):
         if len(types) > 1:
             _check_types(func, types)
         for arg in (*args, *kwargs.values()):
-            if type(arg) is Dual and arg.step is None:
+            if type(arg) is Dual:
                 check_history(arg)
+            if _is_left_over(arg) and not torch_keeps():
+                args, kwargs = tree_map(_without_left_overs, (args, kwargs))
+                return func(*args, **kwargs)
         result = _ask(func, args, kwargs)
         return answer(func, args, kwargs) if result is None else result
 
@@ -166,6 +175,27 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 QUICK: dict[Any, Callable[[Dual], Any]] = {}
 """torch function of one argument -> an answer that neither runs nor wakes anything."""
+
+
+def _is_left_over(x: Any) -> bool:
+    """Whether x is, or holds, a Dual of a pass that is over, such as one in a cache."""
+    if type(x) is Dual:
+        return x.owner is not None and not x.owner.running
+    return type(x) in (list, tuple) and any(_is_left_over(each) for each in x)
+
+
+def _without_left_overs(x: Any) -> Any:
+    return x.stack[0] if type(x) is Dual and _is_left_over(x) else x
+
+
+_running: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+def set_owner(running: Callable[[], Any]) -> None:
+    """Let `running` say which pass a new Dual belongs to."""
+    global _running
+    _running = running
+
 
 _ask: Callable[[Any, tuple, dict], Any] = lambda func, args, kwargs: None  # noqa: E731
 _settle: Callable[[Dual], None]
@@ -218,7 +248,7 @@ def _is_complex_for(found: Rule, args: tuple) -> bool:
 def check_history(dual: Dual) -> None:
     """A Dual's wrapper is always a leaf: history on it comes from a custom autograd.Function that
     ran on the pair as if it were a tensor, and autograd would lose the gradient of the stack."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():  # of subclasses and of modes
         if dual.unpacked:
             # Autograd tells the wrapper alone that it requires a gradient.
             dual.unpacked = False

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
+from stars_fast.dual.oneop import jvp
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, primal_of
 
@@ -22,7 +23,7 @@ _PRIMAL = """
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater greater_equal less
     less_equal not_equal isnan isinf isfinite isposinf isneginf isreal signbit logical_not
     logical_and logical_or logical_xor any all argmax argmin argsort count_nonzero nonzero
-    bucketize searchsorted sign sgn floor ceil round trunc long int short byte randint_like
+    bucketize searchsorted sign floor ceil round trunc long int short byte randint_like
     result_type can_cast is_signed is_distributed
 """.split()
 
@@ -203,3 +204,11 @@ _refuse(
     "it counts in the memory of a tensor, and a pair has two; use indexing or view",
 )
 _refuse("numpy __array__", "NumPy would lose it; detach() first where a number is meant")
+
+
+@rule("sgn", kind="primal")
+def sgn(input: Dual) -> Any:
+    """Constant where real; of a complex number its direction, which moves."""
+    if input.stack.is_complex():
+        return jvp(torch.sgn, "sgn", (input,), {})
+    return torch.sgn(input.stack[0])

@@ -190,7 +190,9 @@ class BlockedAttention(torch.autograd.Function):
                 v0, v1 = vs[0, tile.heads, tile.keys], vs[1, tile.heads, tile.keys]
                 rows = out[:, tile.heads, :, tile.queries]
                 rows[0] = torch.bmm(p, v0).view(rows.shape[1:])
-                rows[1] = torch.bmm(p_dot, v0).baddbmm_(p, v1).view(rows.shape[1:])
+                # Not in place: selective checkpointing may hold what a product returned.
+                moved = torch.baddbmm(torch.bmm(p_dot, v0), p, v1)
+                rows[1] = moved.view(rows.shape[1:])
         return _joined(out, q.shape, q.dtype).detach()  # no view: it may be written to
 
     @staticmethod

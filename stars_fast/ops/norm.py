@@ -33,10 +33,10 @@ def _normalise(x: Tensor, eps: float, dual: bool) -> tuple[Tensor, Tensor, Tenso
     r = torch.rsqrt(primal.square().mean(-1, keepdim=True) + eps)
     if not dual:
         return x * r, r, None
-    n = x * r
-    c = (n[0] * n[1]).mean(-1, keepdim=True)
-    n[1].addcmul_(n[0], c, value=-1)
-    return n, r, c
+    # Nothing in place: selective checkpointing may hold what an op returned.
+    n, n_dot = x[0] * r, x[1] * r
+    c = (n * n_dot).mean(-1, keepdim=True)
+    return torch.stack((n, torch.addcmul(n_dot, n, c, value=-1))), r, c
 
 
 def _normalise_backward(g: Tensor, n: Tensor, r: Tensor, c: Tensor | None) -> Tensor:
@@ -63,7 +63,7 @@ def plain_norm(
     if weight is not None:
         y = y * widen(weight)
     if bias is not None:
-        (y[0] if dual else y).add_(widen(bias))
+        y = torch.stack((y[0] + widen(bias), y[1])) if dual else y + widen(bias)
     return y.to(x.dtype)
 
 

@@ -10,7 +10,7 @@ afterwards wherever eager allows it. With f' = g(y) and f'' x_dot = k(y) y_dot,
     x_dot_bar = g(y) y_dot_bar    x_bar = g(y) y_bar + k(y) y_dot y_dot_bar
 
 which is the backward above at (y, y_dot) with (g, k) for (f', f''): the functions "relu_result" and
-so on of `pointwise_backward`.
+so on of `pointwise_backward`. relu passes cotangents on where y > 0.
 """
 
 from __future__ import annotations
@@ -145,7 +145,6 @@ DERIVATIVES: dict[str, Callable[[Tensor], Triple]] = {
 
 # name -> g and k.
 _FROM_RESULT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "relu": (lambda y: (y > 0).to(y.dtype), torch.zeros_like),
     "sigmoid": (lambda y: y * (1 - y), lambda y: 1 - 2 * y),
     "tanh": (lambda y: (1 - y) * (1 + y), lambda y: -2 * y),
     "exp": (lambda y: y, torch.ones_like),
@@ -157,7 +156,7 @@ _FROM_RESULT: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Ten
 
 def saved_name(name: str) -> str:
     """The function whose backward answers: `name`, of x, or "`name`_result", of (y, y_dot)."""
-    return f"{name}_result" if name in _FROM_RESULT else name
+    return f"{name}_result" if name in _FROM_RESULT or name == "relu" else name
 
 
 def _slopes(saved: Tensor, name: str) -> tuple[Tensor, Tensor]:
@@ -200,8 +199,12 @@ class _Pointwise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (saved,) = ctx.saved_tensors
-        backward = implementation("pointwise_backward", saved, ctx.options[0])
-        return backward(grad, saved, *ctx.options), None, None
+        name, dual = ctx.options
+        if name == "relu_result":
+            # Chosen, not multiplied: where nothing passes, an infinite cotangent leaves 0.
+            return grad.masked_fill((saved[0] if dual else saved) <= 0, 0.0), None, None
+        backward = implementation("pointwise_backward", saved, name)
+        return backward(grad, saved, name, dual), None, None
 
 
 def pointwise(

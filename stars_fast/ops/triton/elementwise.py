@@ -14,7 +14,7 @@ from stars_fast.ops.triton.pairs import load, store, store_cotangents
 # What `formulas.jet` knows.
 FUNCTIONS = frozenset(
     "silu gelu gelu_tanh relu identity sigmoid tanh exp log sqrt rsqrt reciprocal square sin cos "
-    "erf abs relu_result sigmoid_result tanh_result exp_result sqrt_result rsqrt_result "
+    "erf abs sigmoid_result tanh_result exp_result sqrt_result rsqrt_result "
     "reciprocal_result".split()
 )
 

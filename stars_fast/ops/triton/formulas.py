@@ -126,9 +126,7 @@ def _abs(x):
 @triton.jit
 def _of_result(y, NAME: tl.constexpr):
     """y, g(y) and k(y) with f' = g(y) and f'' xd = k(y) yd: derivatives by the result."""
-    if NAME == "relu_result":
-        first, second = tl.where(y > 0, 1.0, 0.0), tl.zeros_like(y)
-    elif NAME == "sigmoid_result":
+    if NAME == "sigmoid_result":
         first, second = y * (1 - y), 1 - 2 * y
     elif NAME == "tanh_result":
         first, second = (1 - y) * (1 + y), -2 * y
