@@ -137,7 +137,7 @@ def test_ops_of_the_library_are_known_by_type():
     assert torch.ops.aten.add.Tensor.name() == "aten::add.Tensor"
 
 
-@rests_on("torch.Tensor._make_wrapper_subclass", "torch._C.DisableTorchFunctionSubclass")
+@rests_on("torch.Tensor._make_wrapper_subclass")
 def test_a_wrapper_has_a_shape_and_no_memory():
     class Wrapper(torch.Tensor):
         @staticmethod
@@ -297,20 +297,21 @@ def test_torch_functions_can_be_disabled_for_subclasses_and_modes():
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
 )
-def test_checkpointing_prepares_a_region_by_a_global_function_that_takes_it_first(monkeypatch):
+def test_checkpointing_prepares_a_region_by_a_global_function_that_takes_it_first():
     part, given = torch.sin, []
     names = [name for name in vars(torch.utils.checkpoint) if "without_reentrant_gen" in name]
     assert names
-    for name in names:
-        prepare = getattr(torch.utils.checkpoint, name)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            prepare = getattr(torch.utils.checkpoint, name)
 
-        def note(fn, *args, _prepare=prepare, **kwargs):
-            given.append(fn)
-            return _prepare(lambda x: fn(x), *args, **kwargs)
+            def note(fn, *args, _prepare=prepare, **kwargs):
+                given.append(fn)
+                return _prepare(lambda x: fn(x), *args, **kwargs)
 
-        monkeypatch.setattr(torch.utils.checkpoint, name, note)
-    x = torch.ones(2, requires_grad=True)
-    torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False).sum().backward()
+            patch.setattr(torch.utils.checkpoint, name, note)
+        x = torch.ones(2, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False).sum().backward()
     assert part in given
     assert torch.allclose(x.grad, x.detach().cos())
 
