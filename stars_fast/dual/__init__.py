@@ -3,8 +3,10 @@
 # Importing a module of rules registers them.
 from stars_fast.dual import (
     arithmetic,
+    complex,
     experts,
     functional,
+    indexing,
     modules,
     recurrent,
     reductions,
@@ -21,8 +23,10 @@ from stars_fast.dual.tensor import Dual
 __all__ = [
     "Dual",
     "arithmetic",
+    "complex",
     "experts",
     "functional",
+    "indexing",
     "modules",
     "recurrent",
     "reductions",

@@ -329,21 +329,14 @@ def ask(func: Any, args: tuple, kwargs: dict) -> Any:
         result = found(func, args, kwargs)
         if result is not None:
             return result
-    # Flags such as inplace=True.
-    flagged = kwargs.get("inplace") or (len(args) > 1 and any(arg is True for arg in args))
-    before_write(func, bool(flagged))
-    return None
-
-
-def before_write(func: Any, may_write: bool = False) -> None:
-    """Let everything that waits run before a function that writes into a tensor, known by its name
-    or by `may_write`."""
     if _local.waiting:
-        writes = may_write or _writers.get(func)
+        writes = _writers.get(func)
         if writes is None:
             writes = _writers[func] = _may_write(func)
-        if writes:
+        # Flags such as inplace=True.
+        if writes or kwargs.get("inplace") or (len(args) > 1 and any(arg is True for arg in args)):
             settle_all()
+    return None
 
 
 set_recorder(ask, settle)
