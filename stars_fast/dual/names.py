@@ -40,7 +40,7 @@ class Names:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """The region in which modules and functions are looked at."""
-        hook = register_module_forward_hook(self._module, with_kwargs=True)
+        hook = register_module_forward_hook(self._unseen, with_kwargs=True)
         before = sys.getprofile()
         sys.setprofile(self._function)
         try:
@@ -49,6 +49,11 @@ class Names:
             sys.setprofile(before)
             hook.remove()
             self._calls.clear()
+
+    def _unseen(self, *call: Any) -> None:
+        # What is compared here is no op of the block.
+        with torch._C.DisableTorchFunction():
+            self._module(*call)
 
     def _module(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         children = [self._calls.pop(child, None) for child in module.children()]
