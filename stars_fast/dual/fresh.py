@@ -65,13 +65,14 @@ class Pass(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         # Straight to the rules, unless a mode of the user's is to see the call first.
-        ordinary = Dual in types and all(kind is Dual or is_ordinary(kind) for kind in types)
-        if ordinary and not _count_modes():
-            result = Dual.__torch_function__(func, types, args, kwargs)
-            if type(result) is Tensor:
-                self._note(func, result, args)
-            return result
-        if func not in _PURE or kwargs:
+        if Dual in types:
+            ordinary = all(kind is Dual or is_ordinary(kind) for kind in types)
+            if ordinary and not _count_modes():
+                result = Dual.__torch_function__(func, types, args, kwargs)
+                if type(result) is Tensor:
+                    self._note(func, result, args)
+                return result
+        elif func not in _PURE or kwargs:
             settle_all()
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor:

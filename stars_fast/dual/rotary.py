@@ -19,6 +19,7 @@ from stars_fast.dual.lazy import (
     is_open,
     is_plain,
     recorder,
+    settle,
     shape_of,
     step_of,
     wait,
@@ -33,7 +34,13 @@ def _half_shape(x: Dual) -> torch.Size:
 
 
 def _may_turn(x: Any) -> bool:
-    return is_open(x) and x.step is None and x.stack.dim() == 5 and x.stack.shape[-1] % 2 == 0
+    """Whether x is [B, H, S, D] with D even. What x waits for runs now: no formula goes on in a
+    rotation."""
+    if not is_open(x) or len(shape_of(x)) != 4 or shape_of(x)[-1] % 2:
+        return False
+    if x.step is not None:
+        settle(x)
+    return True
 
 
 @recorder("__getitem__")
