@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
@@ -11,16 +12,25 @@ from stars_fast.dual.tensor import Dual, primal_of
 
 
 def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
-    """The modules in a module, a bound method, a partial or a closure."""
+    """The modules in a module, a bound method, a partial, a callable object, a closure, or named as
+    globals by a function."""
     if isinstance(block, nn.Module):
         yield from block.modules()
-    elif depth:
-        inner = [getattr(block, "__self__", None), getattr(block, "func", None)]
-        inner += [cell.cell_contents for cell in getattr(block, "__closure__", None) or ()]
-        for each in inner:
-            for part in each if isinstance(each, (list, tuple)) else (each,):
-                if part is not None and callable(part):
-                    yield from modules_of(part, depth - 1)
+        return
+    if not depth or isinstance(block, type):
+        return
+    inner = [getattr(block, "__self__", None), getattr(block, "func", None)]
+    inner += [cell.cell_contents for cell in getattr(block, "__closure__", None) or ()]
+    if isinstance(block, FunctionType):
+        named = (block.__globals__.get(name) for name in block.__code__.co_names)
+        inner += [each for each in named if not isinstance(each, FunctionType)]
+    else:
+        inner += getattr(block, "__dict__", {}).values()
+    for each in inner:
+        parts = each.values() if isinstance(each, dict) else each
+        for part in parts if isinstance(each, (list, tuple, dict)) else (each,):
+            if part is not None and callable(part):
+                yield from modules_of(part, depth - 1)
 
 
 def release(block: Any) -> None:

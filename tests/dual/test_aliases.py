@@ -739,6 +739,30 @@ def test_a_pair_left_anywhere_stands_for_its_value_later():
     torch.testing.assert_close(second[3:], h.cos() * v)
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+        self.register_buffer("factor", torch.ones((), dtype=torch.float64))
+
+    def forward(self, h):
+        self.factor = self.factor * 1.5
+        return self.linear(h) * self.factor
+
+
+COUNTING = Counting()
+
+
+def test_power_steps_see_one_jacobian_of_a_module_that_a_block_names():
+    h, v = numbers(2, 3, 4), numbers(2, 3, 4, seed=1)
+    start, losses = COUNTING.factor.clone(), []
+    holder = {"block": COUNTING}
+    for block in (COUNTING, lambda x: COUNTING(x), lambda x: holder["block"](x)):
+        COUNTING.factor = start.clone()
+        losses.append(fused_jsrr(block, h, v=v, power_steps=3))
+    torch.testing.assert_close(losses[1:], losses[:1] * 2)
+
+
 def test_a_pass_that_failed_leaves_nothing_to_the_next():
     weight, kept = numbers(4, seed=8), []
 
