@@ -27,8 +27,10 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
     else:
         inner += getattr(block, "__dict__", {}).values()
     for each in inner:
-        parts = each.values() if isinstance(each, dict) else each
-        for part in parts if isinstance(each, (list, tuple, dict)) else (each,):
+        parts: Any = (each,)
+        if isinstance(each, (list, tuple, dict)):
+            parts = each.values() if isinstance(each, dict) else each
+        for part in parts:
             if part is not None and callable(part):
                 yield from modules_of(part, depth - 1)
 
