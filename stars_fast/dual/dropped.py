@@ -21,13 +21,14 @@ class TangentDropped(UserWarning):
     """A number or tensor made from a tensor with a tangent has none."""
 
 
-def dropped(name: str, x: Dual) -> None:
+def dropped(name: str, x: Dual, waits: bool = True) -> None:
     """Warn at the caller's line that `name` loses x's tangent, unless that is exactly zero.
 
-    `data` is the one that does not wait for the device, so there a tangent on it is not looked at.
+    With `waits=False`, for what does not wait for the device itself, a tangent on another device
+    than the CPU is not looked at.
     """
     tangent = x.stack[1]
-    looks = name != "data" or tangent.device.type == "cpu"
+    looks = waits or tangent.device.type == "cpu"
     if looks and not torch.any(tangent != 0):
         return
     frame = frame_outside("torch", "stars_fast")

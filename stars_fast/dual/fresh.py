@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from stars_fast.dual.dropped import dropped
 from stars_fast.dual.layout import order_of, stack_pair
-from stars_fast.dual.lazy import settle_all
+from stars_fast.dual.lazy import may_write, settle_all
 from stars_fast.dual.registry import objects_named
-from stars_fast.dual.tensor import Dual, is_ordinary, set_owner
+from stars_fast.dual.tensor import Dual, is_ordinary, primal_of, set_owner
 
 # What shares memory with the outside.
 _FOREIGN = frozenset(
@@ -68,6 +70,8 @@ class Pass(TorchFunctionMode):
         if Dual in types:
             ordinary = all(kind is Dual or is_ordinary(kind) for kind in types)
             if ordinary and not _count_modes():
+                if self._keeps_values(func, args):
+                    return _write_values(func, args, kwargs or {})
                 result = Dual.__torch_function__(func, types, args, kwargs)
                 if type(result) is Tensor:
                     self._note(func, result, args)
@@ -106,6 +110,17 @@ class Pass(TorchFunctionMode):
             if not any(x is tensor or _address(x) == place for x in given):
                 self._made[place] = [weakref.ref(tensor)]
 
+    def _keeps_values(self, func: Any, args: tuple) -> bool:
+        """Whether a call writes into a tensor from outside while gradients are off: statistics that
+        a block keeps, such as a running mean, whose tangent nobody asks for."""
+        target = args[0] if args else None
+        return (
+            type(target) in (Tensor, torch.nn.Parameter)
+            and not torch.is_grad_enabled()
+            and may_write(func)
+            and not (type(target) is Tensor and self.turn(target))
+        )
+
     def turn(self, target: Tensor) -> bool:
         """Make Duals of a tensor that was made here and of its views; False for another tensor."""
         place = _address(target)
@@ -135,6 +150,16 @@ class Pass(TorchFunctionMode):
         tensor.stack = stack  # type: ignore[attr-defined]
         tensor.turned = True  # type: ignore[attr-defined]
         tensor.owner = self  # type: ignore[attr-defined]
+
+
+def _write_values(func: Any, args: tuple, kwargs: dict) -> Any:
+    settle_all()
+    name = f"{func.__name__} into a plain tensor"
+    for each in tree_leaves((args, kwargs)):
+        if type(each) is Dual:
+            dropped(name, each, waits=False)
+    args, kwargs = tree_map(primal_of, (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -322,6 +322,14 @@ def _may_write(func: Any) -> bool:
 _writers: dict[Any, bool] = {}
 
 
+def may_write(func: Any) -> bool:
+    """Whether a function writes into its first argument, by its name."""
+    writes = _writers.get(func)
+    if writes is None:
+        writes = _writers[func] = _may_write(func)
+    return writes
+
+
 def ask(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer a call that is part of a known formula; None for any other."""
     found = _RECORDERS.get(func)
@@ -330,9 +338,7 @@ def ask(func: Any, args: tuple, kwargs: dict) -> Any:
         if result is not None:
             return result
     if _local.waiting:
-        writes = _writers.get(func)
-        if writes is None:
-            writes = _writers[func] = _may_write(func)
+        writes = may_write(func)
         # Flags such as inplace=True.
         if writes or kwargs.get("inplace") or (len(args) > 1 and any(arg is True for arg in args)):
             settle_all()

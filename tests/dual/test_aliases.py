@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from stars_fast import explain, fused_jsrr, fused_jvp, ops
 from stars_fast.dual import Dual
+from stars_fast.dual.dropped import TangentDropped
 from stars_fast.dual.oneop import jvp
 from stars_fast.training.distributed import settle
 
@@ -709,6 +710,36 @@ class Running(nn.Module):
 
 
 RUNNING = Running()
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda mean, y: mean.mul_(0.9).add_(0.1 * y.mean(0)),
+        lambda mean, y: mean.lerp_(y.mean(0), 0.1),
+        lambda mean, y: mean.copy_(0.9 * mean + 0.1 * y.mean(0)),
+        lambda mean, y: mean.__setitem__(slice(None), y.mean(0)),
+    ],
+    ids=["mul add", "lerp", "copy", "setitem"],
+)
+def test_statistics_written_without_gradients_take_values(update):
+    mean, plain = torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+
+    def block(statistics):
+        def f(h):
+            with torch.no_grad():
+                update(statistics, h)
+            return h.sin()
+
+        return f
+
+    h, v = numbers(3, 4), numbers(3, 4, seed=1)
+    with pytest.warns(TangentDropped, match="into a plain tensor"):
+        _, jv = fused_jvp(block(mean), h, v)
+    block(plain)(h)
+    assert type(mean) is torch.Tensor
+    torch.testing.assert_close(mean, plain)
+    torch.testing.assert_close(jv, h.cos() * v)
 
 
 class Caller:
