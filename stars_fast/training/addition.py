@@ -194,7 +194,13 @@ def make_model(config: Config) -> LoopedLM:
     """The model of `config` with its initial weights, a function of the seed, in the dtype that its
     precision keeps weights in."""
     torch.manual_seed(derive(config.seed, "init"))
-    return LoopedLM(config.model).to(parameter_dtype(config.precision))
+    return _built(config)
+
+
+def _built(config: Config) -> LoopedLM:
+    model, dtype = LoopedLM(config.model), parameter_dtype(config.precision)
+    # Full precision is torch's default dtype.
+    return model if dtype == torch.float32 else model.to(dtype)
 
 
 def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Config]:
@@ -209,6 +215,6 @@ def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Con
     config = load_config(str(folder.config))
     if not isinstance(config, Config):
         raise ConfigError(f"{path} is a run of the task {config.task}, not of the addition study")
-    model = LoopedLM(config.model).to(parameter_dtype(config.precision))
+    model = _built(config)
     load_weights(folder.checkpoint(step), model)
     return model, config
