@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,6 +60,7 @@ class Pass(TorchFunctionMode):
         super().__init__()
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         self._outer: list[Pass | None] = []
+        self._depth = 0
 
     @property
     def running(self) -> bool:
@@ -68,9 +71,9 @@ class Pass(TorchFunctionMode):
     ) -> Any:
         # Straight to the rules, unless a mode of the user's is to see the call first.
         if Dual in types:
-            ordinary = all(kind is Dual or is_ordinary(kind) for kind in types)
+            ordinary = len(types) == 1 or all(kind is Dual or is_ordinary(kind) for kind in types)
             if ordinary and not _count_modes():
-                if self._keeps_values(func, args):
+                if args and type(args[0]) is not Dual and self._keeps_values(func, args):
                     return _write_values(func, args, kwargs or {})
                 result = Dual.__torch_function__(func, types, args, kwargs)
                 if type(result) is Tensor:
@@ -89,7 +92,9 @@ class Pass(TorchFunctionMode):
     def __enter__(self) -> Pass:
         self._outer.append(getattr(_local, "running", None))
         _local.running = self
-        return super().__enter__()
+        super().__enter__()
+        self._depth = _count_modes()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         _local.running = self._outer.pop()
@@ -174,6 +179,21 @@ def _address(tensor: Tensor) -> int | None:
 def running_pass() -> Pass | None:
     """The pass that runs in this thread."""
     return getattr(_local, "running", None)
+
+
+@contextmanager
+def on_stacks() -> Iterator[None]:
+    """A region of a pass that computes on stacks itself, such as a native model: its calls are not
+    looked at, and cost what they cost outside of a pass."""
+    running = running_pass()
+    if running is None or _count_modes() != running._depth:  # a mode of the user's is inside
+        yield
+        return
+    running.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        running.__enter__()
 
 
 def is_recomputing() -> bool:

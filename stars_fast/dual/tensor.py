@@ -125,8 +125,11 @@ class Dual(torch.Tensor):
         if len(types) > 1:
             _check_types(func, types)
         for arg in (*args, *kwargs.values()):
-            if type(arg) is Dual:
+            kind = type(arg)
+            if kind is Dual:
                 check_history(arg)
+            elif kind is not tuple and kind is not list:
+                continue
             if _is_left_over(arg) and not torch_keeps():
                 args, kwargs = tree_map(_without_left_overs, (args, kwargs))
                 return func(*args, **kwargs)

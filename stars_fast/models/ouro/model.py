@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from stars_fast.dual.fresh import on_stacks
 from stars_fast.dual.tensor import Dual
 from stars_fast.models.adaptive import AdaptiveDepth, Per
 from stars_fast.models.folders import check_folder
@@ -156,16 +157,20 @@ class OuroModel(OuroPreTrainedModel):
             context: from `prepare`.
             index: of the turn; it matters for the cache alone.
         """
-        dual = isinstance(h, Dual)
-        x = h.stack if isinstance(h, Dual) else h
+        if isinstance(h, Dual):
+            with on_stacks():
+                x = self._layers(h.stack, context, index, True)
+            return Dual(x)
+        return self._layers(h, context, index, False)
+
+    def _layers(self, x: Tensor, context: Context, index: int, dual: bool) -> Tensor:
         recompute = self._recomputes()
         for layer in self.layers:
             if recompute:
                 x = self._gradient_checkpointing_func(layer, x, context, index, dual)
             else:
                 x = layer(x, context, index, dual)
-        x = self.norm(x, dual)
-        return Dual(x) if dual else x
+        return self.norm(x, dual)
 
     def forward(
         self,
