@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.registry import objects_named
 from stars_fast.dual.tensor import QUICK, Dual, answer, set_recorder
 
@@ -275,19 +274,11 @@ def _either(first: Recorder, second: Recorder) -> Recorder:
 # -- answers that wake nothing
 
 
-def _device(x: Dual) -> torch.device:
-    # Checkpointing asks where its arguments are: what they wait for must not run inside of the
-    # region, where it would be recomputed in one of its runs and not in the other.
-    if _local.waiting and torch_keeps():
-        settle_all()
-    return device_of(x)
-
-
 def _register_quick() -> None:
     answers: dict[str, Callable[[Dual], Any]] = {
         "dtype": dtype_of,
         "shape": shape_of,
-        "device": _device,
+        "device": device_of,
         "ndim": lambda x: len(shape_of(x)),
     }
     for name, quick in answers.items():

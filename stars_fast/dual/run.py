@@ -33,17 +33,18 @@ def dual_pass(
     Raises:
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
+    result = None
     try:
         with dual_scope(), masks_of_one_pass(), Pass():
             forget()  # what an earlier pass that failed has left
             output = first_output(block(Dual(stack), *args, **kwargs))
             if type(output) is Dual:
                 check_history(output)
-                output.stack  # noqa: B018 - if it waits, now
+                result = output.stack  # what it waits for runs inside of the pass
     finally:
         release(block)
         forget()
-    if type(output) is not Dual:
+    if result is None:
         raise TypeError(
             "block: expected its (first) output to be a tensor that depends on h, got "
             + (
@@ -52,7 +53,7 @@ def dual_pass(
                 else type(output).__name__
             )
         )
-    return output.stack
+    return result
 
 
 def first_output(output: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -196,12 +197,12 @@ def repeat_interleave(
     return Dual(stack.repeat_interleave(repeats, axis, output_size=output_size))
 
 
-@structural("chunk", "unsafe_chunk")
+@structural("chunk")
 def chunk(input: Dual, chunks: int, dim: int = 0) -> tuple[Dual, ...]:
     return tuple(map(Dual, input.stack.chunk(chunks, shift(dim, input.stack))))
 
 
-@structural("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
+@structural("split", "split_with_sizes")
 def split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
     return tuple(map(Dual, input.stack.split(split_size, shift(dim, input.stack))))
 
@@ -209,6 +210,27 @@ def split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
 @structural("tensor_split")
 def tensor_split(input: Dual, sections: Any, dim: int = 0) -> tuple[Dual, ...]:
     return tuple(map(Dual, input.stack.tensor_split(sections, shift(dim, input.stack))))
+
+
+def _apart(parts: tuple[Tensor, ...], stack: Tensor, axis: int) -> tuple[Dual, ...]:
+    """Parts of a stack as views of their own, which may be written to as those of unsafe_split."""
+    ends = list(itertools.accumulate(part.shape[axis] for part in parts))
+    sizes = [part.shape[axis] for part in parts]
+    return tuple(
+        Dual(stack.narrow(axis, end - size, size)) for end, size in zip(ends, sizes, strict=True)
+    )
+
+
+@structural("unsafe_chunk")
+def unsafe_chunk(input: Dual, chunks: int, dim: int = 0) -> tuple[Dual, ...]:
+    axis = shift(dim, input.stack)
+    return _apart(input.stack.chunk(chunks, axis), input.stack, axis)
+
+
+@structural("unsafe_split", "unsafe_split_with_sizes")
+def unsafe_split(input: Dual, split_size: Any, dim: int = 0) -> tuple[Dual, ...]:
+    axis = shift(dim, input.stack)
+    return _apart(input.stack.split(split_size, axis), input.stack, axis)
 
 
 def _register_splits() -> None:

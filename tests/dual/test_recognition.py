@@ -354,6 +354,7 @@ def test_autocast_keeps_dtypes(dtype):
         for h in (state(2, 3, 4).to(dtype), state(2, 3, 4).bfloat16()):
             value, _ = fused_jvp(norm, h, h)
             assert value.dtype == norm(h).dtype
+            # A few roundings of bf16, of 4e-3 each.
             torch.testing.assert_close(value, norm(h), rtol=2e-2, atol=2e-2)
 
 
@@ -577,6 +578,7 @@ def test_layers_of_other_families(name):
     value, tangent = fused_jvp(block, h, v)
     with as_written():
         same, expected = fused_jvp(block, h, v)
+    # fp32 sums of a layer in another order.
     torch.testing.assert_close(value, same, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(tangent, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(value, block(h), rtol=1e-4, atol=1e-5)
