@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from stars_fast.bench import machine, op
+from stars_fast.base import machine
+from stars_fast.bench import op
 from stars_fast.bench.block import rows_of
 from stars_fast.bench.blocks import SHAPES, build
 from stars_fast.bench.report import Row, write

@@ -116,7 +116,7 @@ def main() -> None:
     settings = {name: value for name, value in vars(options).items() if name not in ("json", "one")}
     result = {"options": settings, "rows": rows}
     if options.json:
-        from stars_fast.bench.machine import commit
+        from stars_fast.base.machine import commit
 
         with open(options.json, "w") as file:
             json.dump({"commit": commit(), **result}, file, indent=2)

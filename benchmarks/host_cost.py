@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast import fused_jsrr, looped_block
+from stars_fast.base.machine import commit
 from stars_fast.bench.blocks import SandwichLayer, stack
-from stars_fast.bench.machine import commit
 
 
 class LlamaTurn(nn.Module):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from stars_fast import fused_jsrr
-from stars_fast.bench.machine import commit
+from stars_fast.base.machine import commit
 from stars_fast.bench.report import show
 from stars_fast.bench.timing import interleaved
 from stars_fast.bench.ways import figures

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 
 from stars_fast import spectral_radius
-from stars_fast.analysis.plots import accuracy_and_radius
+from stars_fast.base.plots import accuracy_and_radius
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.training.addition import load_model
 from stars_fast.training.config import load_config, save_config
-from stars_fast.training.trainer import train
+from stars_fast.training.run.trainer import train
 
 TURNS = (1, 2, 4, 8, 16, 32, 64, 100)
 RADIUS_TURNS = (4, 16, 64)

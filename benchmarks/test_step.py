@@ -11,7 +11,7 @@ from stars_fast.bench.step import PRECISION
 from stars_fast.bench.step_cases import CASES
 from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.timing import waiter
-from stars_fast.training.precision import PRECISIONS
+from stars_fast.training.step.precision import PRECISIONS
 
 ROUNDS = 5
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from stars_fast.options import positive
+from stars_fast.base.options import positive
 
 _EXAMPLES = """\
 examples:
@@ -74,8 +74,8 @@ def _reader_has_left(stream: TextIO) -> bool:
 
 def _run(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    from stars_fast.training.optional import explained
-    from stars_fast.training.tree import ConfigError
+    from stars_fast.base.errors import ConfigError
+    from stars_fast.base.optional import explained
 
     try:
         if words[:1] == ["train"]:  # its options are the fields of the configuration
@@ -155,7 +155,7 @@ def _train(words: list[str]) -> int:
     if "-h" in words or "--help" in words:
         print(_train_help())
         return 0
-    from stars_fast.training.tree import ConfigError
+    from stars_fast.base.errors import ConfigError
 
     overrides = [word for word in words if word != "--resume"]
     if not overrides or overrides[0].startswith("-"):
@@ -164,7 +164,7 @@ def _train(words: list[str]) -> int:
             "recipes and stars-fast train --help"
         )
     from stars_fast.training.config import load_config
-    from stars_fast.training.trainer import TrainingFailure, train
+    from stars_fast.training.run.trainer import TrainingFailure, train
 
     recipe = overrides.pop(0)
     resume = "--resume" in words
@@ -183,18 +183,18 @@ def _train(words: list[str]) -> int:
 
 def _check_resume(path: str) -> None:
     """Raises ConfigError for a folder that holds nothing to continue."""
-    from stars_fast.training.run_folder import RunFolder
-    from stars_fast.training.tree import ConfigError
+    from stars_fast.base.errors import ConfigError
+    from stars_fast.training.run.folder import RunFolder
 
     if reason := RunFolder(path).nothing_to_resume():
         raise ConfigError(reason)
 
 
 def _train_help() -> str:
-    from stars_fast.training import tree
+    from stars_fast.base import tree
     from stars_fast.training.addition import FROM_DATA
     from stars_fast.training.config import TASKS, task_of
-    from stars_fast.training.methods import METHODS
+    from stars_fast.training.step.methods import METHODS
 
     lines = [
         "usage: stars-fast train RECIPE [--resume] [--field value ...]",
@@ -249,8 +249,8 @@ def _recipes(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
+    from stars_fast.base.errors import ConfigError
     from stars_fast.models.ouro.export import export_run
-    from stars_fast.training.tree import ConfigError
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     try:

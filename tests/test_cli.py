@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from stars_fast.cli import main
-from stars_fast.training import addition, trainer
+from stars_fast.training import addition
+from stars_fast.training.run import trainer
 
 RECIPE = """\
 description: tiny

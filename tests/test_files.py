@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import check_utf8, read_text
 from stars_fast.cli import main
-from stars_fast.files import check_utf8, read_text
-from stars_fast.training.tree import ConfigError
 
 TEXT = "one\ncafé\n"
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from stars_fast.training.optional import MissingPackageError, explained, need
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import MissingPackageError, explained, need
 
 # Run with a module that can't be imported: what each command and entry point ends with.
 SCRIPT = """

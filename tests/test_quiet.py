@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from stars_fast.quiet import quiet_import
+from stars_fast.base.quiet import quiet_import
 
 
 def stderr_of(*words):
@@ -36,7 +36,7 @@ def test_imports_print_nothing_of_others(module):
 
 def test_stochastic_rounding_prints_nothing_of_torchao():
     pytest.importorskip("torchao")
-    code = "from stars_fast.training.optional import need; need('torchao.optim', 'tests')"
+    code = "from stars_fast.base.optional import need; need('torchao.optim', 'tests')"
     assert stderr_of("-c", code) == ""
 
 

@@ -266,7 +266,7 @@ def worker(rank, path, kind):
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from stars_fast.training.distributed import settle
+    from stars_fast.training.scale.distributed import settle
 
     torch.set_num_threads(1)
     dist.init_process_group(

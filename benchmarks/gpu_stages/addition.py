@@ -11,8 +11,8 @@ from typing import Any
 
 from gpu_stages.report import Report
 from stars_fast.training.config import load_config
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.trainer import train
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.trainer import train
 
 ALL = 10_000
 EVALUATION = 5.0

@@ -7,7 +7,8 @@ from functools import partial
 import torch
 
 from gpu_stages.report import Report
-from stars_fast.bench import machine, op
+from stars_fast.base import machine
+from stars_fast.bench import op
 from stars_fast.bench.cases import Case, attention_case, backends
 from stars_fast.bench.report import show
 

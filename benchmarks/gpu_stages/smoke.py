@@ -11,7 +11,7 @@ from gpu_stages.checks import check, every_backend
 from gpu_stages.report import Report
 from gpu_stages.turns import graph_difference
 from stars_fast import fused_jsrr, ops
-from stars_fast.bench import machine
+from stars_fast.base import machine
 from stars_fast.bench.blocks import SHAPES, build
 from stars_fast.bench.cases import attention_cases, rotary_case, row_cases
 from stars_fast.bench.step_cases import CASES

@@ -13,7 +13,7 @@ from stars_fast.bench.report import FULL
 from stars_fast.bench.step_cases import CASES
 from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.timing import interleaved
-from stars_fast.training.metrics import peak_flops
+from stars_fast.training.run.metrics import peak_flops
 
 OURS = ("sft", "stars-last-quarter-micro", "stars", "jsrr")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stars_fast.options import numbers, positive
+from stars_fast.base.options import numbers, positive
 
 if TYPE_CHECKING:
     from stars_fast.analysis.measure import Measured
@@ -81,9 +81,9 @@ def _analyze(options: argparse.Namespace) -> int:
     from stars_fast.analysis.measure import Plan, measure
     from stars_fast.analysis.report import write_report
     from stars_fast.analysis.subjects import Request, find_subject
+    from stars_fast.base.optional import need
     from stars_fast.evaluation.loading import device_for, make_folder
     from stars_fast.evaluation.report import labels_of
-    from stars_fast.training.optional import need
 
     plan = Plan(
         turns=options.turns,
@@ -118,7 +118,7 @@ def _analyze(options: argparse.Namespace) -> int:
 
 def _jacobian_at(options: argparse.Namespace) -> tuple[int, ...]:
     """In rising order. Raises ConfigError for a turn that is not run."""
-    from stars_fast.training.tree import ConfigError
+    from stars_fast.base.errors import ConfigError
 
     if options.turns < 2:
         raise ConfigError(f"--turns must be at least 2, got {options.turns}")

@@ -11,7 +11,9 @@ import numpy as np
 
 from stars_fast.analysis.measure import Measured
 from stars_fast.analysis.pca import Projection
-from stars_fast.analysis.plots import (
+from stars_fast.analysis.quantities import QUANTITIES, Quantity
+from stars_fast.analysis.summary import REST, quartiles
+from stars_fast.base.plots import (
     TrainedDepth,
     blank_figure,
     colour_of,
@@ -20,8 +22,6 @@ from stars_fast.analysis.plots import (
     plain_style,
     turns_axis,
 )
-from stars_fast.analysis.quantities import QUANTITIES, Quantity
-from stars_fast.analysis.summary import REST, quartiles
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

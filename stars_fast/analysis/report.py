@@ -16,13 +16,13 @@ from stars_fast.analysis.dynamics_figures import (
 )
 from stars_fast.analysis.measure import PATHS, Measured, Plan
 from stars_fast.analysis.page import Picture, page
-from stars_fast.analysis.plots import colour_of
 from stars_fast.analysis.quantities import QUANTITIES
 from stars_fast.analysis.record import record
 from stars_fast.analysis.subjects import Request
-from stars_fast.bench.machine import describe
-from stars_fast.training.durable import write_text
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
+from stars_fast.base.machine import describe
+from stars_fast.base.plots import colour_of
 
 READ_PATHS = (
     f"The states of one token of each sample (at most {PATHS}), in the plane in which they move "

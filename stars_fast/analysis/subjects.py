@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from stars_fast.analysis.plots import TrainedDepth
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import read_text
+from stars_fast.base.optional import need
+from stars_fast.base.plots import TrainedDepth
+from stars_fast.base.seeds import derive
 from stars_fast.data.addition import AdditionData
 from stars_fast.data.sources import READERS
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.files import read_text
 from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.training.addition import LoopedLoop, Sums, load_model
-from stars_fast.training.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
 from stars_fast.training.config import load_config
-from stars_fast.training.loop import Loop
-from stars_fast.training.optional import need
-from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.samples import Samples
-from stars_fast.training.seeds import derive
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.folder import RunFolder
+from stars_fast.training.step.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
+from stars_fast.training.step.loop import Loop
+from stars_fast.training.step.samples import Samples
 
 Document = tuple[np.ndarray, np.ndarray]
 """Tokens [S] and, for each, whether it is to be predicted, [S] bool."""

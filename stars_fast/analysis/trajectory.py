@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from stars_fast.checks import check_integer, check_number
+from stars_fast.base.checks import check_integer, check_number
 from stars_fast.dual.run import first_output
 from stars_fast.rows import Rows
 

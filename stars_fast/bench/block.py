@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from stars_fast import explain, ops
-from stars_fast.bench import growth, machine
+from stars_fast.base import machine
+from stars_fast.base.errors import ConfigError
+from stars_fast.bench import growth
 from stars_fast.bench.blocks import KINDS, SHAPES, Shape, build
 from stars_fast.bench.counting import count
 from stars_fast.bench.report import FULL, Row, reason, show, with_rates, write
@@ -36,7 +38,6 @@ from stars_fast.bench.ways import (
     missing,
     tolerance,
 )
-from stars_fast.training.tree import ConfigError
 
 REPEATS = 10
 MEMORY_WAYS = ("plain", "dual", "double_backward", "func_jvp", "autograd_jvp")

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 
-from stars_fast.options import positive
+from stars_fast.base.options import positive
 
 LEVELS = {
     "op": "one op: its dual against PyTorch's plain one, by backend",
@@ -68,7 +68,7 @@ def prepare(options: argparse.Namespace) -> None:
     """Fill in what was left open. Raises ConfigError if the device is not there."""
     import torch
 
-    from stars_fast.training.tree import ConfigError
+    from stars_fast.base.errors import ConfigError
 
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"

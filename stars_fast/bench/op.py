@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from stars_fast import ops
-from stars_fast.bench import machine
+from stars_fast.base import machine
+from stars_fast.base.errors import ConfigError
 from stars_fast.bench.cases import (
     Case,
     attention_case,
@@ -26,7 +27,6 @@ from stars_fast.bench.cases import (
 )
 from stars_fast.bench.report import Row, reason, show, write
 from stars_fast.bench.timing import Run, device_clock, interleaved, ratio, summary
-from stars_fast.training.tree import ConfigError
 
 REPEATS = 30
 OPS = ("rms_norm", "layer_norm", "sandwich", "swiglu", "gelu", "softmax", "rotary", "attention")

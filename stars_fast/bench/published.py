@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stars_fast.bench.blocks import rms_norm
 from stars_fast.data import IGNORE
-from stars_fast.training.precision import autocast
+from stars_fast.training.step.precision import autocast
 
 Turn = Callable[[Tensor], Tensor]
 

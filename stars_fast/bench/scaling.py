@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 from stars_fast import ops
-from stars_fast.analysis.plots import COLOURS, MARKERS
-from stars_fast.bench import growth, machine
+from stars_fast.base import machine
+from stars_fast.base.optional import need
+from stars_fast.base.plots import COLOURS, MARKERS
+from stars_fast.bench import growth
 from stars_fast.bench.block import checked_backend, rows_of
 from stars_fast.bench.blocks import Shape, build
 from stars_fast.bench.report import FULL, Row, reason, show, write
 from stars_fast.bench.ways import OURS
-from stars_fast.training.optional import need
 
 WAYS = ("plain", "dual", "double_backward", "func_jvp")
 REPEATS = 10

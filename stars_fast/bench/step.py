@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
+from stars_fast.base.machine import describe
+from stars_fast.base.optional import need
 from stars_fast.bench.agreement import DisagreementError, check
-from stars_fast.bench.machine import describe
 from stars_fast.bench.report import FULL, Row, reason, show, write
 from stars_fast.bench.step_cases import CASES
 from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.timing import in_its_own_process, interleaved, process_growth, ratio
 from stars_fast.bench.workload import MICROS, SHAPES
-from stars_fast.training.metrics import peak_flops
-from stars_fast.training.optional import need
-from stars_fast.training.precision import PRECISIONS
+from stars_fast.training.run.metrics import peak_flops
+from stars_fast.training.step.precision import PRECISIONS
 
 PRECISION = {"cpu": "float32", "cuda": "mixed"}
 REPEATS = 10

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stars_fast.bench.floors import Passes
-from stars_fast.training.methods import METHODS
+from stars_fast.training.step.methods import METHODS
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from stars_fast.bench import published
 from stars_fast.data import IGNORE
-from stars_fast.training.batches import Batches, MicroBatch
 from stars_fast.training.chats import PackedChats
-from stars_fast.training.depth import DepthLaw
-from stars_fast.training.precision import parameter_dtype
+from stars_fast.training.step.batches import Batches, MicroBatch
+from stars_fast.training.step.depth import DepthLaw
+from stars_fast.training.step.precision import parameter_dtype
 
 MICROS = 4
 """Micro-batches of a step, each a row of packed documents."""

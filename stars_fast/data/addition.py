@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
+from stars_fast.base.files import check_utf8
 from stars_fast.data import IGNORE
-from stars_fast.files import check_utf8
 
 MAX_DIGITS = 9
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 
 
 def pack(lengths: Sequence[int] | np.ndarray, row_length: int, seed: int) -> list[np.ndarray]:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from stars_fast.base.files import check_utf8
+from stars_fast.base.optional import need
 from stars_fast.data.chat import ChatDataConfig, Message
 from stars_fast.data.tiny_chat import DEFAULT_ROWS, tiny_chats
-from stars_fast.files import check_utf8
-from stars_fast.training.optional import need
 
 if TYPE_CHECKING:
     from datasets import Dataset

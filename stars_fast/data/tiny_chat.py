@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 
 DEFAULT_ROWS = 2_000
 

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
+from stars_fast.base.files import sync, write_text
+from stars_fast.base.optional import need
 from stars_fast.data.chat import ChatDataConfig, ChatEncoder
 from stars_fast.data.sources import (
     Source,
@@ -27,8 +29,6 @@ from stars_fast.data.sources import (
     find_source,
     usable_rows,
 )
-from stars_fast.training.durable import sync, write_text
-from stars_fast.training.optional import need
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
+from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.report import labels_of
 from stars_fast.models.adaptive import Per
 from stars_fast.models.folders import check_exists, check_folder
-from stars_fast.tables import right_aligned
-from stars_fast.training.durable import write_text
-from stars_fast.training.tree import ConfigError
 
 Curve = dict[int, float]
 Curves = dict[Per, dict[float, Point]]
@@ -35,7 +35,7 @@ def run_addition(
     Raises ConfigError for a run that is not there, or whose data can't be made, and for a tolerance
     out of range.
     """
-    from stars_fast.analysis.plots import accuracy_against_compute, accuracy_against_turns
+    from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
     from stars_fast.data.addition import AdditionData
     from stars_fast.training.addition import load_model
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from stars_fast.training.optional import need
+from stars_fast.base.optional import need
 
 # A minus after a letter, a digit or a bracket is a difference, not a sign.
 _NUMBER = re.compile(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import check_utf8
 from stars_fast.data.chat import MESSAGE_END
 from stars_fast.evaluation.harness import index_tasks, is_yaml
-from stars_fast.files import check_utf8
-from stars_fast.training.tree import ConfigError
 
 
 class Benchmark(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from stars_fast.options import numbers, positive
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.options import numbers, positive
 
 ADDITION, TASKS, TEXT = "runs of the addition study", "--tasks", "--text"
 

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stars_fast.training.optional import need
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
 
 TASKS = Path(__file__).parent / "tasks"
 """Our tasks, as lm-eval's YAML files."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from stars_fast.base.optional import need
 from stars_fast.evaluation.benchmarks import open_tasks
 from stars_fast.evaluation.harness import figures, judge
-from stars_fast.training.optional import need
 
 CAP = 2048
 """Tokens of a generation at most, as of `stars-fast eval`; half of a small model's."""

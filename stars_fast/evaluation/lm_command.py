@@ -4,8 +4,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from stars_fast.base.optional import need
 from stars_fast.evaluation.harness import TASKS
-from stars_fast.training.optional import need
 
 
 def main(words: Sequence[str]) -> int:

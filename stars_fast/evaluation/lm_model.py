@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import torch
 
-from stars_fast.training.optional import need
+from stars_fast.base.optional import need
 
 need("lm_eval", "evaluations with lm-eval")  # before the imports below, which would not say how
 
@@ -23,6 +23,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from torch import Tensor  # noqa: E402
 from transformers import StoppingCriteria, StoppingCriteriaList  # noqa: E402
 
+from stars_fast.base.tree import ConfigError  # noqa: E402
 from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Recording  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
@@ -30,7 +31,6 @@ from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
 from stars_fast.models.ouro.config import check_config  # noqa: E402
 from stars_fast.models.ouro.exits import TurnCount  # noqa: E402
-from stars_fast.training.tree import ConfigError  # noqa: E402
 
 
 @register_model("stars_fast")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def find_model(path: str, step: int | None) -> ModelSource:
     from stars_fast.models.folders import check_exists, check_folder
     from stars_fast.models.ouro.export import BASE
     from stars_fast.training.config import load_config
-    from stars_fast.training.run_folder import RunFolder
+    from stars_fast.training.run.folder import RunFolder
 
     folder = RunFolder(path)
     if folder.config.exists() and (folder.path / BASE / "config.json").exists():

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stars_fast.base.files import write_text
 from stars_fast.evaluation.loading import ModelSource, device_for
-from stars_fast.training.durable import write_text
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions
@@ -67,7 +67,7 @@ def write_report(
     final: bool,
 ) -> None:
     """Write results.json; with `final` also the table, which is printed, and the figures."""
-    from stars_fast.bench.machine import describe, version_of
+    from stars_fast.base.machine import describe, version_of
 
     written = {
         "versions": {name: version_of(name) for name in PACKAGES},
@@ -138,7 +138,7 @@ def _aligned(lines: list[list[str]]) -> str:
 def _draw(out: Path, results: Sequence[Result], trained: dict[str, Any]) -> list[Path]:
     """Accuracy against turns, and where some were adaptive against the mean turns. Of one model a
     line a task; of several a figure a task and one of the average, with a line a model."""
-    from stars_fast.analysis.plots import accuracy_against_compute, accuracy_against_turns
+    from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
 
     tasks = _tasks(results)
     rows = _rows(results)

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from stars_fast.bench.machine import version_of
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
+from stars_fast.base.machine import version_of
 from stars_fast.evaluation import answers
 from stars_fast.evaluation.benchmarks import OpenTask
 from stars_fast.evaluation.harness import RESAMPLES, SEED, figures, judge
 from stars_fast.evaluation.loading import ModelSource
 from stars_fast.evaluation.recording import Journal
 from stars_fast.models.adaptive import Per
-from stars_fast.training.durable import write_text
-from stars_fast.training.tree import ConfigError
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.evaluation.benchmarks import OpenTask, open_tasks
 from stars_fast.evaluation.loading import ModelSource, find_model, make_folder
 from stars_fast.evaluation.native_model import NativeModel
@@ -21,7 +22,6 @@ from stars_fast.evaluation.report import Result, labels_of, write_report
 from stars_fast.evaluation.setting import Setting, evaluate_setting
 from stars_fast.evaluation.vllm_model import VllmModel
 from stars_fast.models.adaptive import Per
-from stars_fast.training.tree import ConfigError
 
 CUT_WARNING = 0.05
 """Share of generations ended by the cap above which a score is not to be trusted."""

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import read_text, write_text
+from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.loading import (
     ModelSource,
     device_for,
@@ -21,10 +24,6 @@ from stars_fast.evaluation.loading import (
 )
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.text_loss import TextLoss, text_loss
-from stars_fast.files import read_text
-from stars_fast.tables import right_aligned
-from stars_fast.training.durable import write_text
-from stars_fast.training.tree import ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
 
     Raises ConfigError for a mistake in the options.
     """
-    from stars_fast.analysis.plots import loss_against_turns
+    from stars_fast.base.plots import loss_against_turns
 
     make_folder(out)
     sources = [find_model(path, options.step) for path in options.models]
@@ -120,7 +119,7 @@ def read_texts(options: TextOptions) -> Iterator[str]:
 
 
 def _written(found: dict[str, TextLoss], options: TextOptions) -> dict[str, Any]:
-    from stars_fast.bench.machine import describe
+    from stars_fast.base.machine import describe
 
     losses = {
         label: {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 
 

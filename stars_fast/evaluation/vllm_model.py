@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.data.chat import MESSAGE_END
 from stars_fast.evaluation.loading import ModelSource, load_tokenizer
 from stars_fast.evaluation.recording import Recording
-from stars_fast.training.tree import ConfigError
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions

@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from stars_fast.checks import check_kind
+from stars_fast.base.checks import check_kind
+from stars_fast.base.seeds import derive
 from stars_fast.dual.run import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.looped_block import looped_block
-from stars_fast.training.depth import DepthLaw
-from stars_fast.training.penalty import PenaltyConfig
-from stars_fast.training.samples import Samples, draw_samples, drawn_number, sample_noise
-from stars_fast.training.seeds import derive
+from stars_fast.training.step.depth import DepthLaw
+from stars_fast.training.step.penalty import PenaltyConfig
+from stars_fast.training.step.samples import Samples, draw_samples, drawn_number, sample_noise
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

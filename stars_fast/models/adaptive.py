@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from stars_fast.checks import check_integer, check_number
+from stars_fast.base.checks import check_integer, check_number
 
 Per = Literal["sequence", "token"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 from stars_fast.models.adaptive import Per, turns_until_rest
 from stars_fast.models.gpt import ACTIVATIONS, NORMS, PLACEMENTS, GPTBlock, make_norm
 

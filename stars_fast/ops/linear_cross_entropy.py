@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.precision import widen
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.studies.definition import (
     SCALES,
     StudyRun,
@@ -15,8 +16,7 @@ from stars_fast.studies.definition import (
 )
 from stars_fast.studies.outcome import write_outcome
 from stars_fast.studies.runner import check_folders, note_of, record, status, train_runs
-from stars_fast.training.distributed import processes
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.scale.distributed import processes
 
 _EXAMPLES = """\
 examples:

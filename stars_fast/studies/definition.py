@@ -18,12 +18,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
 from stars_fast.studies.findings import FINDINGS
-from stars_fast.training import tree
 from stars_fast.training.config import RunConfig, config_from, parse_overrides, task_of
-from stars_fast.training.optional import need
 from stars_fast.training.recipes import read_recipe
-from stars_fast.training.tree import ConfigError
 
 SCALES = ("quick", "paper")
 OWN = ("seed", "out", "name")

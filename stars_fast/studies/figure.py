@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stars_fast.analysis.plots import COLOURS, LINES, new_figure, percent_axis, turns_axis
+from stars_fast.base.plots import COLOURS, LINES, new_figure, percent_axis, turns_axis
 from stars_fast.studies.curves import Curve, Result
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stars_fast.base.files import write_text
 from stars_fast.studies.curves import Result, gather, growth
 from stars_fast.studies.definition import Study
 from stars_fast.studies.findings import judge_findings
 from stars_fast.studies.verdicts import Verdict
-from stars_fast.training.durable import write_text
 
 COLUMNS = (1, 2, 4, 8, 16, 32, 64, 100)
 """Turns that the table has a column for, where there are more than these."""

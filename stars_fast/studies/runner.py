@@ -10,16 +10,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
 from stars_fast.studies.definition import StudyRun
 from stars_fast.studies.judging import judge
-from stars_fast.training import tree
-from stars_fast.training.checkpoint import SaveError, latest
 from stars_fast.training.config import load_config, save_config
-from stars_fast.training.distributed import World
-from stars_fast.training.durable import write_text
-from stars_fast.training.run_folder import MAY_CHANGE, RunFolder
-from stars_fast.training.trainer import TrainingFailure, train
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.checkpoint import SaveError, latest
+from stars_fast.training.run.folder import MAY_CHANGE, RunFolder
+from stars_fast.training.run.trainer import TrainingFailure, train
+from stars_fast.training.scale.distributed import World
 
 MAY_DIFFER = MAY_CHANGE - {"train.steps", "train.epochs", "train.max_nonfinite"}
 """Fields that a run of a study may have otherwise than its definition: those that do not change

@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from stars_fast.checks import check_integer
+from stars_fast.base import tree
+from stars_fast.base.checks import check_integer
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.seeds import derive
 from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.looped import LoopedConfig, LoopedLM
-from stars_fast.training import tree
-from stars_fast.training.batches import HostBatch, MicroBatch
-from stars_fast.training.checkpoint import load_weights
 from stars_fast.training.config import EvalConfig, RunConfig, load_config
-from stars_fast.training.distributed import World
-from stars_fast.training.loop import Loop, Turn, matrix_weights
-from stars_fast.training.losses import token_loss
-from stars_fast.training.precision import parameter_dtype
-from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.samples import Samples
-from stars_fast.training.seeds import derive
-from stars_fast.training.task import Results
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.checkpoint import load_weights
+from stars_fast.training.run.folder import RunFolder
+from stars_fast.training.run.task import Results
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.batches import HostBatch, MicroBatch
+from stars_fast.training.step.loop import Loop, Turn, matrix_weights
+from stars_fast.training.step.losses import token_loss
+from stars_fast.training.step.precision import parameter_dtype
+from stars_fast.training.step.samples import Samples
 
 FROM_DATA = ("model.vocab_size", "model.max_length")
 """Fields that follow from the data where a recipe does not give them."""
@@ -180,7 +180,7 @@ class Task:
         return [f"exact match by turns  {shown}"]
 
     def draw(self, results: Results, folder: Path) -> None:
-        from stars_fast.analysis.plots import accuracy_against_turns
+        from stars_fast.base.plots import accuracy_against_turns
 
         accuracy_against_turns(
             {self.config.name: results["accuracy"]},

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from stars_fast.data import IGNORE
 from stars_fast.data.packing import pack
-from stars_fast.training.batches import HostBatch
-from stars_fast.training.samples import Samples
+from stars_fast.training.step.batches import HostBatch
+from stars_fast.training.step.samples import Samples
 
 
 class Documents(Protocol):

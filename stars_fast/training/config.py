@@ -13,19 +13,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from stars_fast.checks import check_integer
-from stars_fast.training import tree
-from stars_fast.training.depth import DepthLaw
-from stars_fast.training.durable import write_text
-from stars_fast.training.memory import MemoryConfig
-from stars_fast.training.methods import METHODS
-from stars_fast.training.optim import OptimConfig
-from stars_fast.training.optional import need
-from stars_fast.training.parallel import ParallelConfig
-from stars_fast.training.penalty import PenaltyConfig
+from stars_fast.base import tree
+from stars_fast.base.checks import check_integer
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
+from stars_fast.base.optional import need
 from stars_fast.training.recipes import read_recipe
-from stars_fast.training.trackers import TRACKERS
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.trackers import TRACKERS
+from stars_fast.training.scale.memory import MemoryConfig
+from stars_fast.training.scale.parallel import ParallelConfig
+from stars_fast.training.step.depth import DepthLaw
+from stars_fast.training.step.methods import METHODS
+from stars_fast.training.step.optim import OptimConfig
+from stars_fast.training.step.penalty import PenaltyConfig
 
 ALIASES = {
     "reg_weight": "penalty.weight",

@@ -9,26 +9,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stars_fast.checks import check_integer
+from stars_fast.base import tree
+from stars_fast.base.checks import check_integer
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
+from stars_fast.base.seeds import derive
 from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
 from stars_fast.models.folders import check_exists
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
-from stars_fast.training import tree
-from stars_fast.training.batches import MicroBatch, Source
 from stars_fast.training.chats import PackedChats, PaddedChats
 from stars_fast.training.config import EvalConfig, RunConfig
-from stars_fast.training.distributed import World
-from stars_fast.training.loop import Loop, Turn, matrix_weights
-from stars_fast.training.optional import need
-from stars_fast.training.precision import autocast, parameter_dtype
-from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.samples import Samples
-from stars_fast.training.seeds import derive
-from stars_fast.training.step import root_of
-from stars_fast.training.task import Results
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.folder import RunFolder
+from stars_fast.training.run.task import Results
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.batches import MicroBatch, Source
+from stars_fast.training.step.loop import Loop, Turn, matrix_weights
+from stars_fast.training.step.precision import autocast, parameter_dtype
+from stars_fast.training.step.samples import Samples
+from stars_fast.training.step.step import root_of
 
 TINY = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
@@ -250,7 +250,7 @@ class Task:
         ]
 
     def draw(self, results: Results, folder: Path) -> None:
-        from stars_fast.analysis.plots import loss_against_turns
+        from stars_fast.base.plots import loss_against_turns
 
         if "validation_loss" in results:
             loss_against_turns(

@@ -28,7 +28,7 @@ from stars_fast.analysis.report import pictures, write_report
 from stars_fast.analysis.subjects import Request
 from stars_fast.analysis.summary import quartiles
 from stars_fast.analysis.trajectory import convergence_turns
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
 
 PLAN = Plan(turns=12, jacobian_at=(1, 4, 12), probes=2)
 NASTY = "<b>run</b> & \"co\" 'x'"

@@ -11,13 +11,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("safetensors")
 
 from stars_fast.analysis.subjects import Request, find_subject
+from stars_fast.base.tree import merge
 from stars_fast.cli import main
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.training.addition import load_model
 from stars_fast.training.config import config_from
-from stars_fast.training.trainer import Trainer, train
-from stars_fast.training.tree import merge
+from stars_fast.training.run.trainer import Trainer, train
 
 ADDITION = {
     "method": "sft",

@@ -5,8 +5,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from stars_fast.analysis import plots
-from stars_fast.analysis.plots import accuracy_against_turns, accuracy_and_radius, training_curves
+from stars_fast.base import plots
+from stars_fast.base.plots import accuracy_against_turns, accuracy_and_radius, training_curves
 
 ACCURACY = {
     "stars": {1: 0.6, 16: 1.0, 4: 0.99, 100: 0.97},

@@ -367,7 +367,7 @@ def test_bad_settings(fields, message):
 
 
 def test_every_setting_is_documented():
-    from stars_fast.training.tree import build, leaves
+    from stars_fast.base.tree import build, leaves
 
     fields = leaves(ChatDataConfig)
     assert all(field.help for field in fields.values()), fields

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from benchmark_data import SUMS, row_of, write_all, write_rows
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.evaluation.benchmarks import BENCHMARKS, open_tasks
 from stars_fast.evaluation.harness import TASKS, index_tasks
-from stars_fast.training.tree import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 pytest.importorskip("math_verify", reason="math-verify is not installed")

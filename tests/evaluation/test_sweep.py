@@ -11,10 +11,10 @@ from benchmark_data import row_of, write_rows
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
 from stars_fast.evaluation import native_model, setting
 from stars_fast.evaluation.sweep import SweepOptions, run_sweep
-from stars_fast.training.tree import ConfigError
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from stars_fast.analysis.plots import accuracy_against_compute
+from stars_fast.base.plots import accuracy_against_compute
 from stars_fast.evaluation import report
 from stars_fast.evaluation.report import Result, labels_of, table
 

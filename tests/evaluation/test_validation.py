@@ -11,9 +11,9 @@ from stars_fast.data import IGNORE
 from stars_fast.evaluation.validation import validation_losses
 from stars_fast.training.chats import PaddedChats
 from stars_fast.training.config import config_from
-from stars_fast.training.distributed import World
 from stars_fast.training.ouro import OuroLoop, load
-from stars_fast.training.step import StepLoss
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.step import StepLoss
 
 LENGTHS = [7, 12, 3, 9, 5, 12, 4]
 ALONE = World(0, 1, torch.device("cpu"))

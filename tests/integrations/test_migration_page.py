@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from stars_fast.training import addition, ouro, tree
+from stars_fast.base import tree
+from stars_fast.training import addition, ouro
 from stars_fast.training.config import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-the-published-code.md").read_text()

@@ -25,8 +25,8 @@ from torch import nn
 from two_processes import train as two_steps
 
 from stars_fast.integrations.transformers import JacobianPenalty
-from stars_fast.training.depth import DepthLaw
-from stars_fast.training.penalty import PenaltyConfig
+from stars_fast.training.step.depth import DepthLaw
+from stars_fast.training.step.penalty import PenaltyConfig
 
 LAW = DepthLaw(high=5)
 LENGTHS = (6, 9, 7, 8)

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from stars_fast.cli import main
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
 from stars_fast.models.ouro.export import export_run, write_base
-from stars_fast.training.checkpoint import Checkpoints
-from stars_fast.training.distributed import World
+from stars_fast.training.run.checkpoint import Checkpoints
+from stars_fast.training.scale.distributed import World
 
 LAYER_KEYS = (
     "self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj mlp.gate_proj mlp.up_proj "

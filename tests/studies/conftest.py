@@ -5,7 +5,7 @@ from studies_tiny import TINY
 
 from stars_fast.studies import command
 from stars_fast.studies.definition import parse_study
-from stars_fast.training.trainer import Trainer
+from stars_fast.training.run.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import math
 import pytest
 from studies_tiny import TINY
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.studies.definition import (
     SCALES,
     parse_study,
@@ -11,7 +12,6 @@ from stars_fast.studies.definition import (
     study_names,
     study_runs,
 )
-from stars_fast.training.tree import ConfigError
 
 RUNS = {
     "norms": 12,

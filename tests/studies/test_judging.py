@@ -12,7 +12,7 @@ from stars_fast.data.addition import AdditionConfig, AdditionData
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.studies import judging
 from stars_fast.studies.judging import judge
-from stars_fast.training.checkpoint import METADATA, STATE
+from stars_fast.training.run.checkpoint import METADATA, STATE
 
 
 @pytest.fixture

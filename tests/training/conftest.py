@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from stars_fast.base.tree import merge
 from stars_fast.training.config import config_from
-from stars_fast.training.trainer import Trainer
-from stars_fast.training.tree import merge
+from stars_fast.training.run.trainer import Trainer
 
 TINY = {
     "method": "stars",

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from stars_fast.base.tree import merge
 from stars_fast.training.config import config_from
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.tree import merge
+from stars_fast.training.run.metrics import read_metrics
 
 TINY = {
     "task": "ouro",

@@ -2,9 +2,9 @@ import math
 
 import pytest
 
-from stars_fast.training.collapse import PATIENCE, CollapseMonitor
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.trainer import train
+from stars_fast.training.run.collapse import PATIENCE, CollapseMonitor
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.trainer import train
 
 
 def warnings(trace, monitor=None):

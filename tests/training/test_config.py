@@ -2,8 +2,10 @@ from dataclasses import replace
 
 import pytest
 
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
 from stars_fast.data.addition import AdditionData
-from stars_fast.training import addition, ouro, tree
+from stars_fast.training import addition, ouro
 from stars_fast.training.config import (
     config_from,
     load_config,
@@ -12,7 +14,6 @@ from stars_fast.training.config import (
     save_config,
 )
 from stars_fast.training.recipes import recipe_names
-from stars_fast.training.tree import ConfigError
 
 RECIPE = """\
 description: a recipe

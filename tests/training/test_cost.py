@@ -4,14 +4,14 @@ import pytest
 
 from stars_fast.models.looped import LoopedLM
 from stars_fast.training.addition import LoopedLoop
-from stars_fast.training.cost import (
+from stars_fast.training.run.progress import banner, duration
+from stars_fast.training.step.cost import (
     DUAL_TURN,
     RemainingTime,
     expected_costs,
     relative_cost,
     step_cost,
 )
-from stars_fast.training.progress import banner, duration
 
 
 def test_cost_of_a_step(tiny):

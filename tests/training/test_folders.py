@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
 from stars_fast.training.config import load_config
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.metrics import read_metrics
 
 SMALL = """
     --d_model 16 --n_heads 2 --d_ff 16 --digits 1 --train_samples 30 --test_samples 9 --steps 2

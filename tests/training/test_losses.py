@@ -3,10 +3,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from stars_fast.training.losses import adjacent_l2, token_loss
-from stars_fast.training.penalty import PenaltyConfig
-from stars_fast.training.seeds import derive
-from stars_fast.training.turns import run_turns
+from stars_fast.base.seeds import derive
+from stars_fast.training.step.losses import adjacent_l2, token_loss
+from stars_fast.training.step.penalty import PenaltyConfig
+from stars_fast.training.step.turns import run_turns
 
 
 def test_token_loss_is_the_sum_over_supervised_positions():

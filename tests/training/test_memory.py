@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from stars_fast import Dual, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
-from stars_fast.training import fit_memory
 from stars_fast.training.config import load_config
-from stars_fast.training.distributed import World
-from stars_fast.training.memory import (
+from stars_fast.training.scale import fit_memory
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.scale.memory import (
     Activations,
     MemoryConfig,
     activation_budget,
@@ -31,7 +31,7 @@ from stars_fast.training.memory import (
     measure_activations,
     peak,
 )
-from stars_fast.training.turns import KEEP_ALL, Recompute, by_layer, dual_block, run_turns
+from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_block, run_turns
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import ouro_models
@@ -435,7 +435,7 @@ def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
 
 
 def test_what_is_there_already_takes_no_more(monkeypatch):
-    monkeypatch.setattr("stars_fast.training.memory.free_memory", lambda device: 10**9)
+    monkeypatch.setattr("stars_fast.training.scale.memory.free_memory", lambda device: 10**9)
     model = torch.nn.Linear(1000, 1000)
     size = 4 * 1_001_000
     optimizer = torch.optim.AdamW(model.parameters())
@@ -446,9 +446,9 @@ def test_what_is_there_already_takes_no_more(monkeypatch):
     assert budget() == int(0.9 * (10**9 - 2 * size - 4 * 10**6))
     optimizer.step()
     assert budget() == int(0.9 * (10**9 - 4 * 10**6))
-    monkeypatch.setattr("stars_fast.training.memory.free_memory", lambda device: 1000)
+    monkeypatch.setattr("stars_fast.training.scale.memory.free_memory", lambda device: 1000)
     assert budget() == 0
-    monkeypatch.setattr("stars_fast.training.memory.free_memory", lambda device: None)
+    monkeypatch.setattr("stars_fast.training.scale.memory.free_memory", lambda device: None)
     assert budget() is None
 
 

@@ -3,8 +3,8 @@ import json
 import pytest
 import torch
 
-from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
-from stars_fast.training.step import Plan, StepStats
+from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
+from stars_fast.training.step.step import Plan, StepStats
 
 
 def stats(loss, penalty=0.0, finite=True):

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from stars_fast.training.optim import (
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.tree import build
+from stars_fast.training.step.optim import (
     OptimConfig,
     gradient_norm,
     learning_rate,
     make_optimizer,
     step_if,
 )
-from stars_fast.training.tree import ConfigError, build
 
 
 def test_cosine_at_its_corners():

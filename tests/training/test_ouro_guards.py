@@ -6,15 +6,15 @@ import pytest
 import torch
 from ouro_runs import ouro_run
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.data.tiny_chat import write_tiny_chats
 from stars_fast.evaluation import benchmarks, in_training
-from stars_fast.training import trainer
 from stars_fast.training.config import LoopConfig, load_config
-from stars_fast.training.distributed import World
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.trainer import train
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run import trainer
+from stars_fast.training.run.folder import RunFolder
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.trainer import train
+from stars_fast.training.scale.distributed import World
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,12 @@ import pytest
 import torch
 from ouro_runs import ouro_run
 
-from stars_fast.training.batches import Batches
 from stars_fast.training.chats import PackedChats
-from stars_fast.training.memory import _Kept
 from stars_fast.training.ouro import OuroLoop, load
-from stars_fast.training.step import Plan, StepLoss
-from stars_fast.training.turns import Recompute
+from stars_fast.training.scale.memory import _Kept
+from stars_fast.training.step.batches import Batches
+from stars_fast.training.step.step import Plan, StepLoss
+from stars_fast.training.step.turns import Recompute
 
 TURNS = 3
 PLANS = [Recompute(2, "turn"), Recompute(2, "layer", True), Recompute(1, "layer"), Recompute()]

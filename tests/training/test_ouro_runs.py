@@ -11,10 +11,10 @@ import pytest
 import torch
 from ouro_runs import ouro_run, rows_of
 
-from stars_fast.training.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.config import save_config
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.trainer import train
+from stars_fast.training.run.checkpoint import checkpoints, saved_tensors
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.trainer import train
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "ouro.py")
 METHODS = ("sft", "random-loop", "jsrr", "stars")

@@ -14,15 +14,15 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from stars_fast import cli
-from stars_fast.training import trainer
-from stars_fast.training.checkpoint import latest, saved_tensors
 from stars_fast.training.config import save_config
-from stars_fast.training.distributed import World
-from stars_fast.training.metrics import read_metrics
 from stars_fast.training.ouro import Task
-from stars_fast.training.progress import Progress
-from stars_fast.training.step import StepStats
-from stars_fast.training.trainer import train
+from stars_fast.training.run import trainer
+from stars_fast.training.run.checkpoint import latest, saved_tensors
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.progress import Progress
+from stars_fast.training.run.trainer import train
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.step import StepStats
 
 SMALL = {"path": "tiny", "width": 16, "layers": 1}
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from looped_loss import LoopedLoss, micro_batch
 
-from stars_fast.training.distributed import World, processes
-from stars_fast.training.optim import OptimConfig, gradient_norm, make_optimizer, step_if
-from stars_fast.training.parallel import ParallelConfig, gradient_sync, parallelise
-from stars_fast.training.tree import ConfigError, build
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.tree import build
+from stars_fast.training.scale.distributed import World, processes
+from stars_fast.training.scale.parallel import ParallelConfig, gradient_sync, parallelise
+from stars_fast.training.step.optim import OptimConfig, gradient_norm, make_optimizer, step_if
 
 SCRIPT = Path(__file__).parent / "scripts" / "parallel.py"
 LAYERS = 2

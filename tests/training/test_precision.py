@@ -5,10 +5,10 @@ import torch
 from looped_loss import LoopedLoss, micro_batch
 from torch import nn
 
-from stars_fast.training.distributed import processes
-from stars_fast.training.optim import OptimConfig, gradient_norm, make_optimizer, step_if
-from stars_fast.training.parallel import ParallelConfig, gradient_sync, parallelise
-from stars_fast.training.precision import (
+from stars_fast.training.scale.distributed import processes
+from stars_fast.training.scale.parallel import ParallelConfig, gradient_sync, parallelise
+from stars_fast.training.step.optim import OptimConfig, gradient_norm, make_optimizer, step_if
+from stars_fast.training.step.precision import (
     PRECISIONS,
     autocast,
     parameter_dtype,

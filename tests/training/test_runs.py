@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from stars_fast.training.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.config import save_config
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.trainer import train
+from stars_fast.training.run.checkpoint import checkpoints, saved_tensors
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.trainer import train
 
 SPLIT = {
     "double-jsrr": {"method": "jsrr"},

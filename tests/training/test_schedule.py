@@ -7,9 +7,9 @@ import pytest
 
 from stars_fast.cli import main
 from stars_fast.training.config import load_config
-from stars_fast.training.optim import learning_rate
-from stars_fast.training.schedule import beyond_the_end
-from stars_fast.training.trainer import train
+from stars_fast.training.run.trainer import train
+from stars_fast.training.step.optim import learning_rate
+from stars_fast.training.step.schedule import beyond_the_end
 
 SMOKE = """
     --d_model 16 --n_heads 2 --d_ff 16 --digits 1 --train_samples 30 --test_samples 9

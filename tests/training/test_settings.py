@@ -8,12 +8,13 @@ import typing
 import pytest
 import torch
 
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.training import tree
 from stars_fast.training.addition import Config, LoopedLoop, load_model
-from stars_fast.training.checkpoint import latest, saved_tensors
-from stars_fast.training.trainer import train
+from stars_fast.training.run.checkpoint import latest, saved_tensors
+from stars_fast.training.run.trainer import train
 
 DTYPES = {  # of weights and averages, and of the states
     "float32": (torch.float32, torch.float32),
@@ -58,7 +59,7 @@ def test_stochastic_rounding_trains_sums(tiny):
 # -- every field
 
 
-CHECKS, COPIES = ("__post_init__", "check_types"), ("dataclasses.py", "training/tree.py")
+CHECKS, COPIES = ("__post_init__", "check_types"), ("dataclasses.py", "base/tree.py")
 """Functions and files that read fields without their having an effect."""
 
 LOOKED_AT = {
@@ -149,5 +150,5 @@ def test_every_setting_of_ouro_is_read(tmp_path, reads):
     [("shard", 2), ("reshard", True), ("offload", True), ("kind", "fsdp"), ("kind", "hsdp")],
 )
 def test_what_the_addition_task_can_not_do_is_refused(tiny, field, value):
-    with pytest.raises(tree.ConfigError, match=rf"{field}|parallel.kind"):
+    with pytest.raises(ConfigError, match=rf"{field}|parallel.kind"):
         tiny(parallel={field: value})

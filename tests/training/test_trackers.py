@@ -7,8 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from stars_fast.training.trackers import TRACKERS, numbers, open_trackers
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.training.run.trackers import TRACKERS, numbers, open_trackers
 
 ROW = {
     "step": 3,

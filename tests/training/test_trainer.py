@@ -6,12 +6,14 @@ import signal
 import pytest
 import torch
 
-from stars_fast.training import addition, interrupt, step, trainer
+from stars_fast.base.errors import ConfigError
+from stars_fast.training import addition
 from stars_fast.training.addition import LoopedLoop, Sums, load_model, make_model
-from stars_fast.training.checkpoint import checkpoints, latest, saved_tensors
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.trainer import TrainingFailure, train
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run import interrupt, trainer
+from stars_fast.training.run.checkpoint import checkpoints, latest, saved_tensors
+from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.trainer import TrainingFailure, train
+from stars_fast.training.step import step
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +89,8 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     """The step's loss and gradient against the sum of the formula, written out."""
     from stars_fast import fused_jsrr
     from stars_fast.data.addition import AdditionData
-    from stars_fast.training.batches import Batches
-    from stars_fast.training.samples import sample_noise
+    from stars_fast.training.step.batches import Batches
+    from stars_fast.training.step.samples import sample_noise
 
     config = tiny(method="jsrr", penalty={"weight": 0.3})
     model = make_model(config)

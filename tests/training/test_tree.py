@@ -3,8 +3,8 @@ from typing import Literal
 
 import pytest
 
-from stars_fast.training import tree
-from stars_fast.training.tree import ConfigError
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
 
 
 @dataclass

@@ -4,8 +4,8 @@ Importing this package registers the model with `AutoConfig`, `AutoModel` and
 `AutoModelForCausalLM`.
 """
 
-from stars_fast.quiet import quiet_import
-from stars_fast.training.optional import need
+from stars_fast.base.optional import need
+from stars_fast.base.quiet import quiet_import
 
 need("transformers", "Ouro models")  # before the imports below, which would not say how
 

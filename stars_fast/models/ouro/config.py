@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from stars_fast.checks import check_integer, check_number
+from stars_fast.base.checks import check_integer, check_number
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Their names in transformers -> those of `ops.gated`.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stars_fast.checks import check_integer, check_number
+from stars_fast.base.checks import check_integer, check_number
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.layers import is_plain_linear
 

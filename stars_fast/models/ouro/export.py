@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 from stars_fast.models.folders import check_exists, check_folder, not_loaded
 from stars_fast.models.ouro.config import OuroConfig, check_config
 
@@ -62,7 +62,7 @@ def export_run(
     Raises:
         FileExistsError: `out` holds files.
         TypeError, ValueError: `turns` or `dtype` is of the wrong type or out of range.
-        stars_fast.training.tree.ConfigError: there is no such run or checkpoint in it.
+        stars_fast.base.errors.ConfigError: there is no such run or checkpoint in it.
     """
     if turns is not None:
         check_integer("turns", turns, 1)
@@ -99,10 +99,10 @@ def _write(model: Any, source: str, folder: Path, max_shard_size: str) -> None:
 
 def model_of(run: str | Path, step: int | None) -> tuple[Any, str]:
     """The model of a run or of a checkpoint, and where its tokenizer is."""
+    from stars_fast.base.errors import ConfigError
     from stars_fast.models.ouro.causal_lm import OuroForCausalLM
-    from stars_fast.training.checkpoint import load_weights
-    from stars_fast.training.run_folder import RunFolder
-    from stars_fast.training.tree import ConfigError
+    from stars_fast.training.run.checkpoint import load_weights
+    from stars_fast.training.run.folder import RunFolder
 
     base = Path(run) / BASE
     if (base / "config.json").exists():

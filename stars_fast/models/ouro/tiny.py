@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from stars_fast.checks import check_integer
+from stars_fast.base.checks import check_integer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

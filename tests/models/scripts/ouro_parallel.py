@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stars_fast import fused_jsrr
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroForCausalLM
-from stars_fast.training.distributed import settle
+from stars_fast.training.scale.distributed import settle
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from stars_fast.training import trainer
 from stars_fast.training.config import load_config
+from stars_fast.training.run import trainer
 
 real_step = trainer.train_step
 

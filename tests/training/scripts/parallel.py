@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from looped_loss import LoopedLoss, micro_batch
 
-from stars_fast.training.distributed import World, processes
-from stars_fast.training.optim import OptimConfig, gradient_norm, make_optimizer, step_if
-from stars_fast.training.parallel import ParallelConfig, gradient_sync, parallelise
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.training.scale.distributed import World, processes
+from stars_fast.training.scale.parallel import ParallelConfig, gradient_sync, parallelise
+from stars_fast.training.step.optim import OptimConfig, gradient_norm, make_optimizer, step_if
 
 TURNS = [(3, 0), (4, 2), (2, 0)]
 CASES = {

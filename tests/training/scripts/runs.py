@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 
-from stars_fast.training import addition, trainer
+from stars_fast.training import addition
 from stars_fast.training.config import load_config
+from stars_fast.training.run import trainer
 
 real_loss, real_step = addition.token_loss, trainer.train_step
 poisoned = False

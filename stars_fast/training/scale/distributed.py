@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
 
 T = TypeVar("T")
 

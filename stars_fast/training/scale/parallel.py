@@ -16,8 +16,8 @@ from typing import Literal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stars_fast.training.distributed import World
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.training.scale.distributed import World
 
 KINDS = ("auto", "ddp", "fsdp", "hsdp")
 
@@ -99,7 +99,7 @@ def parallelise(
         ConfigError: `config.shard` does not divide the processes.
     """
     if config.sharded:
-        from stars_fast.training.sharding import shard  # loading FSDP takes a second
+        from stars_fast.training.scale.sharding import shard  # loading FSDP takes a second
 
         copies = config.copies(world) if config.kind == "hsdp" else None
         shard(step_loss, layers, precision, world, copies, config.reshard, config.offload)
@@ -119,7 +119,7 @@ def gradient_sync(module: nn.Module, now: bool) -> AbstractContextManager[None]:
     if isinstance(module, DistributedDataParallel):
         return nullcontext() if now else module.no_sync()
     if hasattr(module, "set_requires_gradient_sync"):  # FSDP's
-        from stars_fast.training.sharding import shard_sync
+        from stars_fast.training.scale.sharding import shard_sync
 
         return shard_sync(module, now)
     return nullcontext()

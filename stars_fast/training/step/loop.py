@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from stars_fast.training.batches import MicroBatch
-from stars_fast.training.samples import Samples
+from stars_fast.training.step.batches import MicroBatch
+from stars_fast.training.step.samples import Samples
 
 Turn = Callable[[Tensor], Tensor]
 """One turn of the shared block on the samples of a micro-batch, h [B, S, D] -> [B, S, D]; a `Dual`

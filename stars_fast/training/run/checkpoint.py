@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from stars_fast.training.distributed import World
-from stars_fast.training.durable import sync
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import sync
+from stars_fast.training.scale.distributed import World
 
 METADATA, STATE = ".metadata", "state.pt"
 _NAME = re.compile(r"step-(\d+)")

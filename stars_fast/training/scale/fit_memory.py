@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stars_fast.training.batches import Batches
 from stars_fast.training.config import RunConfig
-from stars_fast.training.distributed import World
-from stars_fast.training.memory import Choice, activation_budget, agree, choose
-from stars_fast.training.precision import autocast
-from stars_fast.training.step import StepLoss, root_of
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.scale.memory import Choice, activation_budget, agree, choose
+from stars_fast.training.step.batches import Batches
+from stars_fast.training.step.precision import autocast
+from stars_fast.training.step.step import StepLoss, root_of
 
 
 def fit_memory(
@@ -34,7 +34,7 @@ def fit_memory(
     measured = measured.scaled(batches.most_tokens / largest.tokens.numel())
     whole_gradients = False
     if config.parallel.sharded:
-        from stars_fast.training.sharding import release
+        from stars_fast.training.scale.sharding import release
 
         release(step_loss)
         whole_gradients = config.train.accumulation > 1

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stars_fast.base.seeds import derive
 from stars_fast.data import IGNORE
-from stars_fast.training.samples import Samples
-from stars_fast.training.seeds import derive
+from stars_fast.training.step.samples import Samples
 
 
 class HostBatch(NamedTuple):

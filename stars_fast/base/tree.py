@@ -14,9 +14,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the field, or the nearest name."""
+from stars_fast.base.errors import ConfigError
 
 
 class Field(NamedTuple):

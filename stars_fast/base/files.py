@@ -1,8 +1,10 @@
-"""Text from files that users give: UTF-8, or an error that names the file and the place."""
+"""Text in UTF-8: read with an error that names the file and the place, written whole or not at
+all, whenever the process dies."""
 
 from __future__ import annotations
 
 import codecs
+import os
 from pathlib import Path
 
 _CHUNK = 1 << 20
@@ -46,6 +48,23 @@ def check_utf8(path: str | Path) -> None:
                 lines += chunk.count(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
+
+
+def sync(path: Path) -> None:
+    """Flush a file or directory to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in UTF-8, under another name first."""
+    temporary = path.with_name(f"{path.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    sync(temporary)
+    temporary.replace(path)
 
 
 def _place(byte: int, line: int) -> str:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stars_fast.training.seeds import derive
+from stars_fast.base.seeds import derive
 
 
 @dataclass(frozen=True)

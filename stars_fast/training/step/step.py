@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stars_fast.base.seeds import derive, seed_dropout
 from stars_fast.jsrr import fused_jsrr
-from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
-from stars_fast.training.distributed import World
-from stars_fast.training.jacobian import penalty_at_last, penalty_at_next, penalty_factor
-from stars_fast.training.loop import Loop
-from stars_fast.training.losses import adjacent_l2
-from stars_fast.training.memory import Activations, measure_activations
-from stars_fast.training.optim import gradient_norm, learning_rate, step_if
-from stars_fast.training.parallel import gradient_sync
-from stars_fast.training.precision import autocast
-from stars_fast.training.seeds import derive, seed_dropout
-from stars_fast.training.turns import KEEP_ALL, Block, Recompute, by_layer, run_turns
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.scale.memory import Activations, measure_activations
+from stars_fast.training.scale.parallel import gradient_sync
+from stars_fast.training.step.batches import MicroBatch
+from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next, penalty_factor
+from stars_fast.training.step.loop import Loop
+from stars_fast.training.step.losses import adjacent_l2
+from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
+from stars_fast.training.step.precision import autocast
+from stars_fast.training.step.turns import KEEP_ALL, Block, Recompute, by_layer, run_turns
 
 
 class Plan(NamedTuple):

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from stars_fast.training.durable import write_text
-from stars_fast.training.optional import need
+from stars_fast.base.files import write_text
+from stars_fast.base.optional import need
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 

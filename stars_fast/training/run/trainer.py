@@ -8,27 +8,27 @@ from typing import NamedTuple
 
 import torch
 
-from stars_fast.training import tree
-from stars_fast.training.batches import Batches, MicroBatch, Prefetch
-from stars_fast.training.checkpoint import Checkpoints, SaveError, latest
-from stars_fast.training.collapse import CollapseMonitor
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
 from stars_fast.training.config import RunConfig, task_of
-from stars_fast.training.cost import step_cost
-from stars_fast.training.distributed import World, processes
-from stars_fast.training.fit_memory import fit_memory
-from stars_fast.training.interrupt import Interrupts
-from stars_fast.training.metrics import Meter, MetricsLog, peak_flops, read_metrics
-from stars_fast.training.optim import make_optimizer
-from stars_fast.training.parallel import parallelise
-from stars_fast.training.precision import rounding_warning
-from stars_fast.training.progress import Progress, banner
-from stars_fast.training.run_folder import RunFolder
-from stars_fast.training.samples import drawn_part
-from stars_fast.training.schedule import beyond_the_end
-from stars_fast.training.step import Plan, StepLoss, plan_step, train_step
-from stars_fast.training.task import Results, Task
-from stars_fast.training.trackers import check_trackers, open_trackers
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.checkpoint import Checkpoints, SaveError, latest
+from stars_fast.training.run.collapse import CollapseMonitor
+from stars_fast.training.run.folder import RunFolder
+from stars_fast.training.run.interrupt import Interrupts
+from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
+from stars_fast.training.run.progress import Progress, banner
+from stars_fast.training.run.task import Results, Task
+from stars_fast.training.run.trackers import check_trackers, open_trackers
+from stars_fast.training.scale.distributed import World, processes
+from stars_fast.training.scale.fit_memory import fit_memory
+from stars_fast.training.scale.parallel import parallelise
+from stars_fast.training.step.batches import Batches, MicroBatch, Prefetch
+from stars_fast.training.step.cost import step_cost
+from stars_fast.training.step.optim import make_optimizer
+from stars_fast.training.step.precision import rounding_warning
+from stars_fast.training.step.samples import drawn_part
+from stars_fast.training.step.schedule import beyond_the_end
+from stars_fast.training.step.step import Plan, StepLoss, plan_step, train_step
 
 
 class TrainingFailure(RuntimeError):
@@ -350,7 +350,7 @@ class Trainer:
 
     def _draw(self, results: Results) -> None:
         """The figures: training curves, and the task's."""
-        from stars_fast.analysis.plots import training_curves
+        from stars_fast.base.plots import training_curves
 
         training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
         if results:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from stars_fast.training.rounding import rounding_adamw, rounding_step
+from stars_fast.training.step.rounding import rounding_adamw, rounding_step
 
 
 @dataclass

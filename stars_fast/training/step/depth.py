@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from scipy import special
 
-from stars_fast.checks import check_integer, check_types
+from stars_fast.base.checks import check_integer, check_types
 
 LAWS = ("lognormal", "poisson", "uniform", "fixed")
 

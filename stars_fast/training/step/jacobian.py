@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from stars_fast.base.seeds import derive
 from stars_fast.jsrr import fused_jsrr
-from stars_fast.training.batches import MicroBatch
 from stars_fast.training.config import RunConfig
-from stars_fast.training.loop import Loop, Turn
-from stars_fast.training.samples import (
+from stars_fast.training.step.batches import MicroBatch
+from stars_fast.training.step.loop import Loop, Turn
+from stars_fast.training.step.samples import (
     Part,
     Samples,
     draw_samples,
@@ -28,8 +29,7 @@ from stars_fast.training.samples import (
     join,
     sample_noise,
 )
-from stars_fast.training.seeds import derive
-from stars_fast.training.turns import Block, Recompute, by_layer, dual_block
+from stars_fast.training.step.turns import Block, Recompute, by_layer, dual_block
 
 
 def penalty_at_next(

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from stars_fast.training.config import RunConfig
-from stars_fast.training.cost import RemainingTime, relative_cost
+from stars_fast.training.step.cost import RemainingTime, relative_cost
 
 _SECONDS_BETWEEN_LINES = 10.0
 

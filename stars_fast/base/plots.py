@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stars_fast.training.optional import need
+from stars_fast.base.optional import need
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,8 +3,8 @@
 from importlib import import_module
 from types import ModuleType
 
-from stars_fast.quiet import quiet_import
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.quiet import quiet_import
 
 _PACKAGES = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
 """Names on the package index, where they are not those of the modules."""

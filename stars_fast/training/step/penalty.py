@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from stars_fast.checks import check_types
+from stars_fast.base.checks import check_types
 
 
 @dataclass

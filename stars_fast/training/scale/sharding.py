@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from stars_fast.training.distributed import World, join
+from stars_fast.training.scale.distributed import World, join
 
 
 def shard(

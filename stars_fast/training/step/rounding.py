@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.training.optional import need
-from stars_fast.training.seeds import derive
-from stars_fast.training.tree import ConfigError
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
+from stars_fast.base.seeds import derive
 
 _AVERAGES = ("exp_avg", "exp_avg_sq")
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import stars_fast
-from stars_fast.training import tree
-from stars_fast.training.checkpoint import checkpoints, latest
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
 from stars_fast.training.config import RunConfig, load_config, save_config
-from stars_fast.training.durable import write_text
-from stars_fast.training.metrics import read_metrics
-from stars_fast.training.tree import ConfigError
+from stars_fast.training.run.checkpoint import checkpoints, latest
+from stars_fast.training.run.metrics import read_metrics
 
 MAY_CHANGE = {
     "name",

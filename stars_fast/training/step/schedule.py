@@ -1,7 +1,7 @@
 """Schedules that do not come to their end in a run, and what happens then."""
 
 from stars_fast.training.config import RunConfig
-from stars_fast.training.optim import learning_rate, schedule_steps
+from stars_fast.training.step.optim import learning_rate, schedule_steps
 
 
 def beyond_the_end(config: RunConfig) -> list[str]:

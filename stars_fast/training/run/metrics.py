@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from stars_fast.training.durable import write_text
-from stars_fast.training.step import Plan, StepStats
-from stars_fast.training.trackers import Tracker
+from stars_fast.base.files import write_text
+from stars_fast.training.run.trackers import Tracker
+from stars_fast.training.step.step import Plan, StepStats
 
 
 class Meter:

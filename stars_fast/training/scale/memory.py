@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from stars_fast.checks import check_number
+from stars_fast.base.checks import check_number
 from stars_fast.dual.tensor import Dual
-from stars_fast.training.distributed import World
-from stars_fast.training.turns import KEEP_ALL, Block, Layered, Recompute, recomputed
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.turns import KEEP_ALL, Block, Layered, Recompute, recomputed
 
 GIB = 1024**3
 
