@@ -1,0 +1,158 @@
+"""The package's floors: a module imports from its own floor and from those below, and never in a
+circle, whether at its top or inside a function."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import stars_fast
+
+ROOT = Path(stars_fast.__file__).parent
+FLOORS = (
+    """
+base tokens ops dual graphs jsrr data models evaluation analysis training integrations commands cli
+rows bench studies
+""".split()
+    + ["rows", "bench", "studies"]
+)
+"""Lowest first."""
+
+DEBTS = {
+    ("analysis.measure", "training.step.batches"),
+    ("analysis.measure", "training.step.loop"),
+    ("analysis.singular", "rows"),
+    ("analysis.spectrum", "rows"),
+    ("analysis.subjects", "training.addition"),
+    ("analysis.subjects", "training.chats"),
+    ("analysis.subjects", "training.config"),
+    ("analysis.subjects", "training.ouro"),
+    ("analysis.subjects", "training.run.folder"),
+    ("analysis.subjects", "training.step.batches"),
+    ("analysis.subjects", "training.step.loop"),
+    ("analysis.subjects", "training.step.samples"),
+    ("analysis.trajectory", "rows"),
+    ("base.machine", "bench.timing"),
+    ("data.chat", "models.ouro.tiny"),
+    ("dual.held", "graphs"),
+    ("evaluation.addition_command", "training.addition"),
+    ("evaluation.loading", "training.config"),
+    ("evaluation.loading", "training.run.folder"),
+    ("evaluation.validation", "training.scale.distributed"),
+    ("evaluation.validation", "training.step.batches"),
+    ("evaluation.validation", "training.step.step"),
+    ("jsrr", "rows"),
+    ("models.ouro.export", "training.run.checkpoint"),
+    ("models.ouro.export", "training.run.folder"),
+    ("training.step.losses", "rows"),
+}
+"""Edges between floors that lead upward."""
+
+TANGLED = {
+    "dual.dropped",
+    "dual.fallback",
+    "dual.fresh",
+    "dual.held",
+    "dual.inplace",
+    "dual.lazy",
+    "dual.oneop",
+    "dual.parts",
+    "dual.registry",
+    "dual.run",
+    "dual.scope",
+    "dual.tensor",
+    "graphs",
+    "jsrr",
+    "models.gpt",
+    "models.looped",
+    "models.ouro.attention",
+    "models.ouro.layers",
+    "models.ouro.causal_lm",
+    "models.ouro.exits",
+    "models.ouro.export",
+    "models.ouro.model",
+    "evaluation.setting",
+    "evaluation.vllm_model",
+    "evaluation.native_model",
+    "evaluation.sweep",
+    "evaluation.report",
+}
+"""Modules in circles."""
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of the package that a file imports, at runtime."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                target = full if full.removeprefix("stars_fast.") in known else node.module
+                if target.startswith("stars_fast"):
+                    yield target.removeprefix("stars_fast").removeprefix(".")
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("stars_fast"):
+                    yield alias.name.removeprefix("stars_fast").removeprefix(".")
+
+
+@pytest.fixture(scope="module")
+def graph() -> dict[str, set[str]]:
+    known = modules()
+    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
+
+
+def floor(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def upward(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    return {
+        (name, target)
+        for name, targets in graph.items()
+        for target in targets
+        if name and target and FLOORS.index(floor(target)) > FLOORS.index(floor(name))
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other, each the one before it; empty where there are none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_every_module_has_a_floor(graph):
+    assert {floor(name) for name in graph if name} <= set(FLOORS)
+
+
+def test_no_import_leads_upward(graph):
+    found = upward(graph)
+    assert found - DEBTS == set()
+    assert DEBTS - found == set(), "mended: take them out of DEBTS"
+
+
+def test_no_modules_import_each_other(graph):
+    assert circle({n: t - TANGLED for n, t in graph.items() if n not in TANGLED}) == []
+
+
+def test_circles_and_arrows_upward_are_found():
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}})) == {"b", "c"}
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert upward({"ops.x": {"dual.y"}, "dual.y": {"ops.x", "base.z"}}) == {("ops.x", "dual.y")}
