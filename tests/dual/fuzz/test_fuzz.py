@@ -1,7 +1,7 @@
 """Random programs through the dual pass: 60 seconds of them, or STARS_FAST_FUZZ=10000 programs.
 
-The seeds are fixed, so that a failure names a program that `python tests/fuzz/run.py SEED SEED+1`
-finds again and makes small.
+The seeds are fixed, so that a failure names a program that `python tests/dual/fuzz/run.py SEED
+SEED+1` finds again and makes small.
 """
 
 import dataclasses

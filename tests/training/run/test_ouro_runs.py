@@ -16,7 +16,7 @@ from stars_fast.training.run.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 
-SCRIPT = str(Path(__file__).parent / "scripts" / "ouro.py")
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "ouro.py")
 METHODS = ("sft", "random-loop", "jsrr", "stars")
 SPLITS = {"whole": 1, "thirty-two": 32, "ranks": 4}
 PACKING = {"packed": True, "padded": False}

@@ -1,4 +1,4 @@
-"""Many programs from the command line: python tests/fuzz/run.py 0 10000 --jobs 2
+"""Many programs from the command line: python tests/dual/fuzz/run.py 0 10000 --jobs 2
 
 Prints how many agree, are refused, crash or are wrong, refusals by their words, what nothing
 judges, and each failure in its smallest form.

@@ -13,7 +13,7 @@ from stars_fast.training.scale.distributed import World, processes
 from stars_fast.training.scale.parallel import ParallelConfig, gradient_sync, parallelise
 from stars_fast.training.step.optim import OptimConfig, gradient_norm, make_optimizer, step_if
 
-SCRIPT = Path(__file__).parent / "scripts" / "parallel.py"
+SCRIPT = Path(__file__).parents[1] / "scripts" / "parallel.py"
 LAYERS = 2
 ALONE = World(0, 1, torch.device("cpu"))
 KINDS = [

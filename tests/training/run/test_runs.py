@@ -49,7 +49,7 @@ def runs(tiny_in, launch, tmp_path_factory):
             train_section = {**changes.get("train", {}), "accumulation": ACCUMULATION[name]}
             yield config(f"{case}-{name}", **{**changes, "train": train_section})
 
-    script = str(Path(__file__).parent / "scripts" / "runs.py")
+    script = str(Path(__file__).parents[1] / "scripts" / "runs.py")
     alone = [*split("whole"), *split("fours"), config("killed-1", **TEN_STEPS)]
     assert launch([script, *alone]) == [-signal.SIGKILL]
     ten = [config(f"{name}-2", **TEN_STEPS) for name in ("signalled", "straight", "killed")]

@@ -2,10 +2,10 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from weakref import finalize
 
+import ouro_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,6 @@ from stars_fast.training.scale.memory import (
     peak,
 )
 from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_block, run_turns
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-import ouro_models
 
 PLANS = [
     Recompute(count, per, dual)

@@ -5,7 +5,7 @@ A module of this folder names its launches in `CASES: dict[str, Callable[[], obj
 launchers of `stars_fast.ops.triton` on meta tensors. Triton specialises and compiles the kernels
 as for a call on that GPU, but launches nothing. As a command it prints a table:
 
-    python tests/kernels/compiled.py [--arch sm_80 sm_90] [--only REGEX] [test_x_compiled ...]
+    python tests/ops/triton_kernels/compiled.py [--arch sm_80 sm_90] [--only REGEX] [MODULE ...]
 
 With --variants it prints instead how many compiled kernels a case makes of each.
 

@@ -21,7 +21,7 @@ from stars_fast.training.run.checkpoint import (
 from stars_fast.training.scale.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))
-SHARDS = Path(__file__).parent / "scripts" / "shards.py"
+SHARDS = Path(__file__).parents[1] / "scripts" / "shards.py"
 WRITER = checkpoint.dcp.FileSystemWriter
 
 
