@@ -10,9 +10,9 @@ from stars_fast.analysis.krylov import Radius
 from stars_fast.analysis.spectrum import settled_radius, spectral_radius
 from stars_fast.data.addition import AdditionConfig, AdditionData
 from stars_fast.models.looped import LoopedConfig, LoopedLM
-from stars_fast.studies import judging
-from stars_fast.studies.judging import judge
 from stars_fast.training.run.checkpoint import METADATA, STATE
+from studies import judging
+from studies.judging import judge
 
 
 @pytest.fixture
