@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks import tune_attention
-
 from benchmarks.gpu_stages.report import Report
 
 SHAPES = {"causal": [], "packed": ["--documents", "600"], "grouped": ["--kv-heads", "4"]}
