@@ -32,7 +32,6 @@ DEBTS = {
     ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
     ("data.chat", "models.ouro.tiny"),
-    ("evaluation.addition_command", "training.addition"),
     ("evaluation.loading", "training.config"),
     ("evaluation.loading", "training.run.folder"),
     ("evaluation.validation", "training.scale.distributed"),
@@ -54,11 +53,6 @@ TANGLED = {
     "models.ouro.exits",
     "models.ouro.export",
     "models.ouro.model",
-    "evaluation.setting",
-    "evaluation.vllm_model",
-    "evaluation.native_model",
-    "evaluation.sweep",
-    "evaluation.report",
 }
 """Modules in circles."""
 
