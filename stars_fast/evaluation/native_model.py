@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from stars_fast.base.optional import need
-from stars_fast.evaluation.loading import ModelSource, device_for, load_model, load_tokenizer
+from stars_fast.evaluation.loading import device_for
+from stars_fast.models.saved import ModelSource, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stars_fast.base.files import write_text
-from stars_fast.evaluation.loading import ModelSource, device_for
+from stars_fast.evaluation.loading import device_for
+from stars_fast.models.saved import ModelSource
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions

@@ -23,9 +23,9 @@ from stars_fast.base.machine import version_of
 from stars_fast.evaluation import answers
 from stars_fast.evaluation.benchmarks import OpenTask
 from stars_fast.evaluation.harness import RESAMPLES, SEED, figures, judge
-from stars_fast.evaluation.loading import ModelSource
 from stars_fast.evaluation.recording import Journal
 from stars_fast.models.adaptive import Per
+from stars_fast.models.saved import ModelSource
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions

@@ -11,8 +11,8 @@ import torch
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.data.chat import MESSAGE_END
-from stars_fast.evaluation.loading import ModelSource, load_tokenizer
 from stars_fast.evaluation.recording import Recording
+from stars_fast.models.saved import ModelSource, load_tokenizer
 
 if TYPE_CHECKING:
     from stars_fast.evaluation.sweep import SweepOptions

@@ -12,7 +12,7 @@ from stars_fast.bench.agreement import DisagreementError, check
 from stars_fast.bench.published import MicroBatch, Published
 from stars_fast.bench.workload import SHAPES, one_by_one, packed_batches, random_model
 from stars_fast.data import IGNORE
-from stars_fast.training.ouro import OuroLoop
+from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.samples import Samples
 

@@ -13,7 +13,7 @@ from stars_fast.bench import published, step
 from stars_fast.bench.step_cases import CASES, Case
 from stars_fast.bench.step_runs import Bench, Steps
 from stars_fast.bench.workload import LAW, MICROS, balanced_depths
-from stars_fast.training.step.depth import DepthLaw
+from stars_fast.models.depth import DepthLaw
 from stars_fast.training.step.jacobian import penalty_factor
 
 

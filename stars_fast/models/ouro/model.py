@@ -24,9 +24,8 @@ from stars_fast.models.ouro.exits import (
     pick_states,
     turns_and_threshold,
 )
-from stars_fast.models.ouro.export import set_stop
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
-from stars_fast.models.ouro.loading import check_loaded
+from stars_fast.models.ouro.loading import check_loaded, set_stop
 from stars_fast.models.ouro.rotary import Rotary
 
 # What transformers passes along to any model, and has no meaning or no effect here.
