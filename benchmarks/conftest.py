@@ -3,13 +3,13 @@
     pytest benchmarks --benchmark-only [--bench-device cuda] [--bench-dtype bfloat16]
 
 A test asserts that what it times is right, then times it. Sizes are small on the CPU;
-`stars-fast bench` measures figures for the record.
+`python -m benchmarks` measures figures for the record.
 """
 
 import pytest
 import torch
 
-from stars_fast.bench.timing import waiter
+from benchmarks.timing import waiter
 
 
 def pytest_addoption(parser):

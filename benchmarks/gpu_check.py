@@ -39,10 +39,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).resolve().parent
+CLONE = Path(__file__).resolve().parents[1]
 # This clone, whatever is installed; also for the processes that are started from here.
-PATHS = [str(FOLDER.parent), str(FOLDER)]
-sys.path[:0] = PATHS
+sys.path.insert(0, str(CLONE))
 
 SECONDS = 480.0
 GRACE = 5.0
@@ -61,8 +60,9 @@ def schedule(shares: dict[str, float], seconds: float) -> dict[str, float]:
 def stage_here(options: argparse.Namespace, path: Path, name: str, seconds: float) -> int:
     """One stage in this process: 1 if something in it failed."""
     import torch
-    from gpu_stages import STAGES
-    from gpu_stages.report import Report
+
+    from benchmarks.gpu_stages import STAGES
+    from benchmarks.gpu_stages.report import Report
 
     torch.manual_seed(0)
     report = Report(path, name, seconds, strict=name in ("smoke", "kernels"))
@@ -80,9 +80,9 @@ def stage_here(options: argparse.Namespace, path: Path, name: str, seconds: floa
 
 def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Every stage within the deadline; the whole result."""
-    from gpu_stages import EXTRA, STAGES
-    from gpu_stages.norms import build
-    from gpu_stages.report import Report
+    from benchmarks.gpu_stages import EXTRA, STAGES
+    from benchmarks.gpu_stages.norms import build
+    from benchmarks.gpu_stages.report import Report
 
     begin = time.monotonic()
     names = options.only or [name for name in STAGES if name not in EXTRA]
@@ -97,7 +97,7 @@ def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
                 started = time.monotonic()
                 seconds = max(begin + ends[name] - started, 0.0)
                 why = None if seconds else "out of time"
-                folder = FOLDER.parent
+                folder = CLONE
                 if why is None and building is not None and STAGES[name].built:
                     why = _built(building, copy, seconds)
                     folder = copy if why is None else folder
@@ -140,7 +140,7 @@ def _forked(
 
     def child() -> None:
         os.setsid()
-        if folder == FOLDER.parent:
+        if folder == CLONE:
             code = stage_here(options, path, name, seconds)
         else:
             words = [sys.executable, str(folder / "benchmarks/gpu_check.py"), "--stage", name]
@@ -196,10 +196,10 @@ def main() -> int:
     options = parser.parse_args()
     if not options.seconds > 0:
         parser.error(f"--seconds: expected more than 0, got {options.seconds}")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CLONE), os.environ.get("PYTHONPATH", "")])
     if options.device == "cpu" and importlib.util.find_spec("triton"):
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from gpu_stages import STAGES
+    from benchmarks.gpu_stages import STAGES
 
     for name in [*(options.only or []), *([options.stage] if options.stage else [])]:
         if name not in STAGES:

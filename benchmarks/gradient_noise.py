@@ -1,6 +1,6 @@
 """How noisy the gradient of the penalty is, by the part of the samples and the number of probes.
 
-    python benchmarks/gradient_noise.py RUN [RUN ...] [--turns 6] [--draws 32] [--json FILE]
+    python -m benchmarks.gradient_noise RUN [RUN ...] [--turns 6] [--draws 32] [--json FILE]
     # RUN: a folder of stars-fast train, of the addition study or of Ouro
 
 For one batch of the run's data at h^(turns), the expected gradient is the mean over many directions
@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.report import table, write
 from stars_fast import singular_moments
 from stars_fast.base.checkpoints import load_weights
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.bench.report import table, write
 from stars_fast.training.config import load_config, task_of
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.batches import Batches, MicroBatch

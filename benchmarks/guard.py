@@ -1,7 +1,7 @@
 """Has a change made something slower? Ratios of now against the last recorded ones.
 
-    python benchmarks/guard.py --record [--device cuda]    # once a machine, on a commit to keep
-    python benchmarks/guard.py [--margin 0.15]             # afterwards
+    python -m benchmarks.guard --record [--device cuda]    # once a machine, on a commit to keep
+    python -m benchmarks.guard [--margin 0.15]             # afterwards
 
 What is compared is what each of our ways costs over a plain pass, and each of our methods over SFT,
 measured in one run: ratios travel between runs of a machine where times do not. A ratio fails where
@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
+from benchmarks import op
+from benchmarks.block import rows_of
+from benchmarks.blocks import SHAPES, build
+from benchmarks.machine import measured_peaks
+from benchmarks.report import Row, write
+from benchmarks.step import measure
+from benchmarks.ways import OURS
 from stars_fast.base import machine
-from stars_fast.bench import op
-from stars_fast.bench.block import rows_of
-from stars_fast.bench.blocks import SHAPES, build
-from stars_fast.bench.report import Row, write
-from stars_fast.bench.step import measure
-from stars_fast.bench.ways import OURS
 
 RECORDS = Path(__file__).parent / "results" / "ratios"
 BLOCKS = {"cpu": ("study", "addition"), "cuda": ("ouro", "ouro-8k")}
@@ -41,7 +42,7 @@ def ratios(device: str, repeats: int, small: bool) -> dict[str, float]:
     """Every ratio that is guarded, by its place."""
     found: dict[str, float] = {}
     dtype = DTYPE[device]
-    peaks = machine.peaks(device, dtype)
+    peaks = measured_peaks(device, dtype)
     backend = "cpp" if device == "cpu" else "triton"
     for timed, checked in op.cases(device, small):
         if timed.name.partition("-")[0] in OPS:

@@ -1,6 +1,6 @@
 """Peak memory and time of a language model's head: logits, loss and both gradients.
 
-    python benchmarks/head_memory.py [--dtypes fp32 bf16] [--device cuda] [--ways plain ours]
+    python -m benchmarks.head_memory [--dtypes fp32 bf16] [--device cuda] [--ways plain ours]
         [--tokens 4096] [--vocabulary 49152] [--width 2048] [--repeats 3] [--json FILE]
 
 `plain` is F.linear + F.cross_entropy in fp32 on every position, `ours` is `linear_cross_entropy`;

@@ -1,6 +1,6 @@
 """What Python costs: a turn of 24 tiny layers, where the arithmetic takes no time.
 
-    python benchmarks/host_cost.py [--layers 24]
+    python -m benchmarks.host_cost [--layers 24]
 
 Milliseconds a turn of Llama layers (Hugging Face's code), of the benchmark's own sandwich layers
 and of the native Ouro model (the same layers, written on the ops), d 16, 4 tokens, one CPU thread:
@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from benchmarks.blocks import SandwichLayer, stack
 from stars_fast import fused_jsrr, looped_block
 from stars_fast.base.machine import commit
-from stars_fast.bench.blocks import SandwichLayer, stack
 
 
 class LlamaTurn(nn.Module):

@@ -1,7 +1,7 @@
 """Kill a run with SIGKILL again and again, resume it each time, and compare it with one that was
 left alone: metrics, weights and optimiser state must agree to the last bit.
 
-    python benchmarks/kill_resume.py --kills 20 --processes 2 --packing true
+    python -m benchmarks.kill_resume --kills 20 --processes 2 --packing true
 
 Half of the kills come at a random moment between 0 and 2 s after a step of the new attempt, the
 other half while a checkpoint is being written. The last line of the output is JSON.

@@ -1,7 +1,7 @@
 """The native Ouro model: a dual turn, a training step, generation; times and memory.
 
-    python benchmarks/ouro.py turn [--layers 1] [--tokens 2048]            # CPU, fp32
-    python benchmarks/ouro.py turn step generate --device cuda --dtype bf16 --layers 24
+    python -m benchmarks.ouro turn [--layers 1] [--tokens 2048]            # CPU, fp32
+    python -m benchmarks.ouro turn step generate --device cuda --dtype bf16 --layers 24
 
 Sizes are those of Ouro-1.4B but for `--layers`; weights are random. `turn`: forward + backward of a
 plain and of a dual turn. `step`: a token loss after 4 turns, all targets, and the same with the
@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import show
+from benchmarks.timing import interleaved
+from benchmarks.ways import figures
 from stars_fast import fused_jsrr
 from stars_fast.base.machine import commit
-from stars_fast.bench.report import show
-from stars_fast.bench.timing import interleaved
-from stars_fast.bench.ways import figures
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
 

@@ -1,7 +1,7 @@
 """What the cheaper penalties are worth at the end of training: addition models, three seeds each.
 
-    python benchmarks/quality.py [--out DIR] [--workers 2] [--settings NAME ...] [--seeds 0 1 2]
-    python benchmarks/quality.py --steps 20 --start 10 --seeds 0     # proves the script
+    python -m benchmarks.quality [--out DIR] [--workers 2] [--settings NAME ...] [--seeds 0 1 2]
+    python -m benchmarks.quality --steps 20 --start 10 --seeds 0     # proves the script
 
 All settings of a seed continue one trunk, a run without a penalty up to the step at which it
 begins; so they differ in the penalty alone. The recipe is `addition-quick` with depths up to 20 and

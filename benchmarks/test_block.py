@@ -4,9 +4,9 @@ from functools import cache, partial
 
 import pytest
 
-from stars_fast.bench import ways
-from stars_fast.bench.blocks import SHAPES, Shape, build
-from stars_fast.bench.counting import count
+from benchmarks import ways
+from benchmarks.blocks import SHAPES, Shape, build
+from benchmarks.counting import count
 
 SIZES = {
     "cpu": {

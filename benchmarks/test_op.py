@@ -2,8 +2,8 @@
 
 import pytest
 
-from stars_fast.bench import cases, op
-from stars_fast.bench.counting import count
+from benchmarks import cases, op
+from benchmarks.counting import count
 from stars_fast.ops import library
 
 CASES = (*op.OPS[:-1], *(f"attention-{shape}" for shape in "1234"))

@@ -6,11 +6,11 @@ pytest benchmarks/test_step.py --benchmark-only
 import pytest
 import torch
 
-from stars_fast.bench.agreement import check
-from stars_fast.bench.step import PRECISION
-from stars_fast.bench.step_cases import CASES
-from stars_fast.bench.step_runs import Bench, Steps
-from stars_fast.bench.timing import waiter
+from benchmarks.agreement import check
+from benchmarks.step import PRECISION
+from benchmarks.step_cases import CASES
+from benchmarks.step_runs import Bench, Steps
+from benchmarks.timing import waiter
 from stars_fast.training.step.precision import PRECISIONS
 
 ROUNDS = 5

@@ -1,7 +1,7 @@
 """Tokens per second of this package's trainer over transformers' Trainer: SFT of a tiny Ouro on the
 same samples, both in turns in one run.
 
-    python benchmarks/trainer_speed.py [--repeats 5] [--steps 20] [--batch 4] [--length 64]
+    python -m benchmarks.trainer_speed [--repeats 5] [--steps 20] [--batch 4] [--length 64]
 
 fp32, one thread, one process, fused AdamW without decay, gradient norm and clipping, four turns.
 "padded" has the same padded micro-batches in both; "packed" has the same samples, packed in ours.

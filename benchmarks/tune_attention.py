@@ -1,8 +1,8 @@
 """Which tiles the dual attention kernels should take on this GPU.
 
-    python benchmarks/tune_attention.py [--width 128] [--length 4096] [--json FILE]
-    python benchmarks/tune_attention.py --documents 600       # tokens of each packed document
-    python benchmarks/tune_attention.py --kv-heads 4          # grouped heads
+    python -m benchmarks.tune_attention [--width 128] [--length 4096] [--json FILE]
+    python -m benchmarks.tune_attention --documents 600       # tokens of each packed document
+    python -m benchmarks.tune_attention --kv-heads 4          # grouped heads
 
 Tries tile sizes, warps and stages for each kernel of `stars_fast/ops/triton/tiles.py`, one kernel
 at a time, on causal bf16 attention of 16 heads: compiled first, in parallel processes, then timed
@@ -23,8 +23,6 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from torch import Tensor

@@ -5,15 +5,13 @@ Modules load where they are used, so that the help and the list of recipes come 
 """
 
 import argparse
-import os
-import select
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from stars_fast.base.exit_code import exit_code
 from stars_fast.base.options import positive
 
 _EXAMPLES = """\
@@ -24,83 +22,55 @@ examples:
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
   stars-fast analyze runs/weak runs/addition-quick
-  stars-fast study norms
   stars-fast train ouro-tiny
   torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
   stars-fast eval runs/ouro-numina --tasks gsm8k,math500,asdiv,svamp,amc23 --turns 2,4,8
   stars-fast eval ByteDance/Ouro-1.4B --text wiki.txt --turns 1,2,4,8,16
   stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
-  stars-fast bench block
 """
 
 _OWN_OPTIONS = {
     "eval": "evaluation",
     "analyze": "analysis",
-    "study": "studies",
-    "bench": "bench",
 }
 """Commands whose options are in the `command` module of a package of ours."""
 
+_OF_A_CLONE = {"study": "studies", "bench": "benchmarks"}
+"""Commands that hand over to what is beside the package."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal.
-
-    Where who reads the output has left, as `head` does, it ends without a word, with 141 = 128 +
-    SIGPIPE.
-    """
-    try:
-        try:
-            return _run(argv)
-        finally:
-            sys.stdout.flush()  # here, as at the exit of Python it can't be caught
-    except BrokenPipeError:
-        gone = [stream for stream in (sys.stdout, sys.stderr) if _reader_has_left(stream)]
-        if not gone:  # it is another pipe
-            raise
-        for stream in gone:  # what is still to be written at the exit goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _reader_has_left(stream: TextIO) -> bool:
-    try:
-        watched = select.poll()
-        watched.register(stream.fileno(), select.POLLOUT)
-    except (AttributeError, OSError):  # no such call on Windows; no file behind the stream
-        return False
-    return any(event & select.POLLERR for _, event in watched.poll(0))
-
-
-def _run(argv: Sequence[str] | None) -> int:
+    """Run a command; returns its exit code: 0, 1 a failed run, 2 a mistake, 128 + signal."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _run(words), " ".join(["stars-fast", *words[:1]]))
+
+
+def _run(words: list[str]) -> int:
+    if words[:1] == ["train"]:  # its options are the fields of the configuration
+        return _train(words[1:])
+    if words[:1] == ["lm-eval"]:  # its options are lm-eval's
+        from stars_fast.evaluation.lm_command import main as lm_eval
+
+        return lm_eval(words[1:])
+    if words and words[0] in _OWN_OPTIONS:
+        command = import_module(f"stars_fast.{_OWN_OPTIONS[words[0]]}.command")
+        return int(command.main(words[1:]))
+    if words and words[0] in _OF_A_CLONE:
+        return _of_a_clone(words[0], words[1:])
+    args = _parser().parse_args(words)
+    return args.command(args)
+
+
+def _of_a_clone(name: str, words: list[str]) -> int:
+    """What a clone of the repository has beside the package."""
     from stars_fast.base.errors import ConfigError
-    from stars_fast.base.optional import explained
 
-    try:
-        if words[:1] == ["train"]:  # its options are the fields of the configuration
-            return _train(words[1:])
-        if words[:1] == ["lm-eval"]:  # its options are lm-eval's
-            from stars_fast.evaluation.lm_command import main as lm_eval
-
-            return lm_eval(words[1:])
-        if words and words[0] in _OWN_OPTIONS:
-            command = import_module(f"stars_fast.{_OWN_OPTIONS[words[0]]}.command")
-            return int(command.main(words[1:]))
-        args = _parser().parse_args(words)
-        return args.command(args)
-    except ConfigError as error:
-        print(f"stars-fast: {error}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        missing = explained(error, f"stars-fast {words[0]}")
-        if missing is None:
-            raise
-        print(f"stars-fast: {missing}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("stars-fast: interrupted", file=sys.stderr)
-        return 130
+    module, clone = _OF_A_CLONE[name], Path(__file__).resolve().parents[1]
+    if not (clone / module / "__main__.py").exists():
+        raise ConfigError(f"{name}: run python -m {module} in a clone of the repository")
+    sys.path.insert(0, str(clone))
+    return int(import_module(f"{module}.__main__").main(words))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
     commands.add_parser("lm-eval", help="lm-eval's own command line, with the model stars_fast")
     commands.add_parser("analyze", help="how the state moves over the turns, and its Jacobian")
-    commands.add_parser("study", help="the paper's studies by name: train, evaluate, compare")
+    commands.add_parser("study", help="in a clone: the paper's studies (python -m studies)")
 
     export = commands.add_parser(
         "export",
@@ -144,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(command=_export)
 
-    commands.add_parser("bench", help="what the penalty costs: op, block, step, scaling")
+    commands.add_parser("bench", help="in a clone: what the penalty costs (python -m benchmarks)")
 
     recipes = commands.add_parser("recipes", help="list the recipes")
     recipes.set_defaults(command=_recipes)

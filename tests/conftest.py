@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE / "dual")]
+sys.path[:0] = [str(HERE / folder) for folder in ("", "dual", "models")]  # shared helpers
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

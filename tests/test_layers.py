@@ -13,7 +13,7 @@ import stars_fast
 ROOT = Path(stars_fast.__file__).parent
 FLOORS = """
 base tokens ops dual graphs jsrr data models evaluation analysis training integrations commands cli
-rows bench studies
+rows
 """.split()
 """Lowest first."""
 
@@ -27,7 +27,6 @@ DEBTS = {
     ("analysis.subjects", "training.step.batches"),
     ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
-    ("base.machine", "bench.timing"),
     ("dual.held", "graphs"),
     ("evaluation.addition_command", "training.addition"),
     ("evaluation.validation", "training.scale.distributed"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from gpu_stages import (
+from benchmarks.gpu_stages import (
     addition,
     checks,
     norms,
@@ -20,7 +20,7 @@ from gpu_stages import (
     tiles,
     turns,
 )
-from gpu_stages.report import Report
+from benchmarks.gpu_stages.report import Report
 
 
 class Stage(NamedTuple):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpu_stages.report import Report
+from benchmarks.gpu_stages.report import Report
 from stars_fast.training.config import load_config
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train

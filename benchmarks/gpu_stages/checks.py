@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from ouro_checks import checks as ouro_checks
 
-from gpu_stages.report import Report
-from stars_fast.bench.cases import Case, attention_cases, backends, errors, rotary_case, row_cases
+from benchmarks.cases import Case, attention_cases, backends, errors, rotary_case, row_cases
+from benchmarks.gpu_stages.report import Report
+from benchmarks.ouro_checks import checks as ouro_checks
 from stars_fast.ops import library
 
 

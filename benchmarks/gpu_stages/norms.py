@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gpu_stages.operations import time_cases
-from gpu_stages.report import Report
-from stars_fast.bench import op
+from benchmarks import op
+from benchmarks.gpu_stages.operations import time_cases
+from benchmarks.gpu_stages.report import Report
 from stars_fast.ops import library
 
 ROOT = Path(__file__).parents[2]

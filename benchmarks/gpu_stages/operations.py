@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
-from gpu_stages.report import Report
-from stars_fast.base import machine
-from stars_fast.bench import op
-from stars_fast.bench.cases import Case, attention_case, backends
-from stars_fast.bench.report import show
+from benchmarks import op
+from benchmarks.cases import Case, attention_case, backends
+from benchmarks.gpu_stages.report import Report
+from benchmarks.machine import measured_peaks
+from benchmarks.report import show
 
 PACKED = "attention-packed"
 
@@ -40,7 +40,7 @@ def time_cases(
 ) -> None:
     """An entry a case."""
     dtype = torch.bfloat16
-    peaks = machine.peaks(device, dtype)
+    peaks = measured_peaks(device, dtype)
     report.add("peaks", {name: float(f"{peak:.4g}") for name, peak in peaks.items()})
     names = backends(device, dtype)
     for pair in pairs:

@@ -10,16 +10,16 @@ from functools import partial
 
 import torch
 
-from gpu_stages.checks import ouro
-from gpu_stages.operations import cases as op_cases
-from gpu_stages.operations import time_cases
-from gpu_stages.report import Report
-from gpu_stages.steps import cases as step_cases
-from stars_fast.bench import block as block_level
-from stars_fast.bench import growth
-from stars_fast.bench.blocks import SHAPES, build
-from stars_fast.bench.report import show
-from stars_fast.bench.ways import COMPILED, NAMES, OURS, missing
+from benchmarks import block as block_level
+from benchmarks import growth
+from benchmarks.blocks import SHAPES, build
+from benchmarks.gpu_stages.checks import ouro
+from benchmarks.gpu_stages.operations import cases as op_cases
+from benchmarks.gpu_stages.operations import time_cases
+from benchmarks.gpu_stages.report import Report
+from benchmarks.gpu_stages.steps import cases as step_cases
+from benchmarks.report import show
+from benchmarks.ways import COMPILED, NAMES, OURS, missing
 
 COMPILING = 50.0
 """Seconds that a way under torch.compile may take: it is tried in a process of its own first."""

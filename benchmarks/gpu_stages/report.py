@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stars_fast.bench.report import reason
+from benchmarks.report import reason
 
 
 class Report:

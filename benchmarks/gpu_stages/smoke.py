@@ -7,15 +7,15 @@ from functools import partial
 
 import torch
 
-from gpu_stages.checks import check, every_backend
-from gpu_stages.report import Report
-from gpu_stages.turns import graph_difference
+from benchmarks.blocks import SHAPES, build
+from benchmarks.cases import attention_cases, rotary_case, row_cases
+from benchmarks.gpu_stages.checks import check, every_backend
+from benchmarks.gpu_stages.report import Report
+from benchmarks.gpu_stages.turns import graph_difference
+from benchmarks.step_cases import CASES
+from benchmarks.step_runs import Bench, Steps
 from stars_fast import fused_jsrr, ops
 from stars_fast.base import machine
-from stars_fast.bench.blocks import SHAPES, build
-from stars_fast.bench.cases import attention_cases, rotary_case, row_cases
-from stars_fast.bench.step_cases import CASES
-from stars_fast.bench.step_runs import Bench, Steps
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

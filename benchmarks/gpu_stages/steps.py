@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
-from gpu_stages.report import Report
-from stars_fast.bench.report import FULL
-from stars_fast.bench.step_cases import CASES
-from stars_fast.bench.step_runs import Bench, Steps
-from stars_fast.bench.timing import interleaved
+from benchmarks.gpu_stages.report import Report
+from benchmarks.report import FULL
+from benchmarks.step_cases import CASES
+from benchmarks.step_runs import Bench, Steps
+from benchmarks.timing import interleaved
 from stars_fast.training.run.metrics import peak_flops
 
 OURS = ("sft", "stars-last-quarter-micro", "stars", "jsrr")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import tune_attention
-
-from gpu_stages.report import Report
+from benchmarks import tune_attention
+from benchmarks.gpu_stages.report import Report
 
 SHAPES = {"causal": [], "packed": ["--documents", "600"], "grouped": ["--kv-heads", "4"]}
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpu_stages.report import Report
+from benchmarks.gpu_stages.report import Report
+from benchmarks.report import reason
+from benchmarks.timing import interleaved, ratio, summary
 from stars_fast import GraphedBlock, fused_jsrr
-from stars_fast.bench.report import reason
-from stars_fast.bench.timing import interleaved, ratio, summary
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
 

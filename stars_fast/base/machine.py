@@ -1,4 +1,4 @@
-"""The machine, the versions, and what the machine can do at best."""
+"""The machine and the versions that a figure was measured on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import stars_fast
-from stars_fast.bench.timing import interleaved
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
@@ -63,20 +62,3 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
-
-
-def peaks(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:
-    """FLOP/s of a large matrix product and bytes/s (read and written) of a large copy, the best of
-    several."""
-    cuda = torch.device(device).type == "cuda"
-    size = 8192 if cuda else (1024 if dtype == torch.float32 else 256)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    # Written once: memory that never was is a single page.
-    source = torch.ones(2**30 if cuda else 2**27, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    ways = {"gemm": lambda: a @ b, "copy": lambda: target.copy_(source)}
-    times = interleaved(ways, 10, device)
-    return {
-        "gemm_flops": 2 * size**3 / min(times["gemm"]),
-        "copy_bytes": 2 * source.numel() / min(times["copy"]),
-    }

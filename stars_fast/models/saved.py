@@ -12,6 +12,7 @@ import torch
 from stars_fast.base import tree
 from stars_fast.base.checkpoints import load_weights
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import Family, family_of
@@ -57,6 +58,7 @@ class ModelSource:
                 f"{option} is for causal language models of transformers; {self.path} is a model "
                 f"of {self.family.title}"
             )
+        need("transformers", f"{self.family.title} models")
         return self
 
 

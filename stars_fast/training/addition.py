@@ -16,9 +16,9 @@ from stars_fast.base.checkpoints import load_weights
 from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.base.seeds import derive
 from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer
 from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.families import family_named
 from stars_fast.models.families.looped_lm import FAMILY, LoopedSection
 from stars_fast.models.looped import LoopedLM
 from stars_fast.training.config import EvalConfig, RunConfig, load_config
@@ -119,7 +119,7 @@ class Task:
         except (ValueError, OSError) as error:
             raise ConfigError(f"data: {error}") from error
         self.source = Sums(self.data)
-        self.loop = FAMILY.loop(make_model(config).to(world.device))
+        self.loop = family_named(config.model.family).loop(make_model(config).to(world.device))
         self.guessing = math.log(config.model.vocab_size)
 
     @property
@@ -140,7 +140,8 @@ class Task:
         if not self.world.first or not self.config.eval.turns:
             return {}
         turns, limit = list(self.config.eval.turns), self.config.eval.limit
-        return {"accuracy": evaluate(self.loop.model, self.data, turns, limit)}
+        model: Any = self.loop.model
+        return {"accuracy": evaluate(model, self.data, turns, limit)}
 
     def tell(self, results: Results) -> list[str]:
         shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in results["accuracy"].items())
@@ -160,14 +161,7 @@ class Task:
 def make_model(config: Config) -> LoopedLM:
     """The model of `config` with its initial weights, a function of the seed, in the dtype that its
     precision keeps weights in."""
-    torch.manual_seed(derive(config.seed, "init"))
-    return _built(config)
-
-
-def _built(config: Config) -> LoopedLM:
-    model, dtype = LoopedLM(config.model), parameter_dtype(config.precision)
-    # Full precision is torch's default dtype.
-    return model if dtype == torch.float32 else model.to(dtype)
+    return FAMILY.start(config.model, parameter_dtype(config.precision), config.seed)[0]
 
 
 def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Config]:
@@ -182,6 +176,6 @@ def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Con
     config = load_config(str(folder.config))
     if not isinstance(config, Config):
         raise ConfigError(f"{path} is a run of the task {config.task}, not of the addition study")
-    model = _built(config)
+    model = FAMILY.outline(folder)
     load_weights(folder.checkpoint(step), model)
     return model, config

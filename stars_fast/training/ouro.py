@@ -17,6 +17,7 @@ from stars_fast.base.seeds import derive
 from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
+from stars_fast.models.families import family_named
 from stars_fast.models.families.ouro import FAMILY, OuroSection
 from stars_fast.training.chats import PackedChats, PaddedChats
 from stars_fast.training.config import EvalConfig, RunConfig
@@ -82,7 +83,7 @@ class Task:
             self._check_tasks()
         model, self.tokenizer = world.together(lambda: load(config))
         self.source, self.validation = self._data()
-        self.loop = FAMILY.loop(model.to(world.device).train())
+        self.loop = family_named(config.model.family).loop(model.to(world.device).train())
         self.guessing = math.log(model.config.vocab_size)
 
     def _check_tasks(self) -> None:

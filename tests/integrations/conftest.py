@@ -7,4 +7,4 @@ import pytest
 
 pytest.importorskip("accelerate")
 HERE = Path(__file__).parent
-sys.path += [str(HERE), str(HERE / "scripts"), str(HERE.parent / "models")]
+sys.path += [str(HERE), str(HERE / "scripts")]

@@ -3,9 +3,9 @@
 import pytest
 from studies_tiny import TINY
 
-from stars_fast.studies import command
-from stars_fast.studies.definition import parse_study
 from stars_fast.training.run.trainer import Trainer
+from studies import __main__ as command
+from studies.definition import parse_study
 
 
 @pytest.fixture(autouse=True)

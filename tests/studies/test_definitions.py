@@ -5,7 +5,7 @@ import pytest
 from studies_tiny import TINY
 
 from stars_fast.base.errors import ConfigError
-from stars_fast.studies.definition import (
+from studies.definition import (
     SCALES,
     parse_study,
     read_study,

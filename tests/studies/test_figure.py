@@ -1,7 +1,7 @@
 import pytest
 
-from stars_fast.studies import figure
-from stars_fast.studies.curves import Result
+from studies import figure
+from studies.curves import Result
 
 
 def results(main, levels, seeds=1):

@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from stars_fast.studies.curves import distance, gather, mean_over
-from stars_fast.studies.definition import read_study, study_names
-from stars_fast.studies.findings import FINDINGS, Finding, judge_findings
-from stars_fast.studies.verdicts import Part
+from studies.curves import distance, gather, mean_over
+from studies.definition import read_study, study_names
+from studies.findings import FINDINGS, Finding, judge_findings
+from studies.verdicts import Part
 
 TURNS = range(1, 101)
 PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")

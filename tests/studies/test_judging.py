@@ -11,8 +11,8 @@ from stars_fast.analysis.spectrum import settled_radius, spectral_radius
 from stars_fast.base.checkpoints import METADATA, STATE
 from stars_fast.data.addition import AdditionConfig, AdditionData
 from stars_fast.models.looped import LoopedConfig, LoopedLM
-from stars_fast.studies import judging
-from stars_fast.studies.judging import judge
+from studies import judging
+from studies.judging import judge
 
 
 @pytest.fixture

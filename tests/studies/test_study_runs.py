@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from stars_fast import cli
-from stars_fast.studies import runner
 from stars_fast.training.run import trainer
 from stars_fast.training.run.checkpoint import Checkpoints
+from studies import runner
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "tiny_study.py")
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}

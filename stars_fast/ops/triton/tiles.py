@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels, by architecture, kernel and head width.
 
-From compiling them (`tests/kernels/compiled.py`): few spills, in the shared memory that the
-architecture has. sm_86 and sm_89 have 99 KB a block, sm_80 163 KB, sm_90 227 KB.
+From compiling them (`tests/ops/triton_kernels/compiled.py`): few spills, in the shared
+memory that the architecture has. sm_86 and sm_89 have 99 KB a block, sm_80 163 KB, sm_90 227 KB.
 """
 
 from __future__ import annotations

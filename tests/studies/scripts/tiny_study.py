@@ -1,4 +1,4 @@
-"""tiny_study.py RUN STEP WORDS: `stars-fast study tiny WORDS`, killed as RUN begins STEP."""
+"""tiny_study.py RUN STEP WORDS: `python -m studies tiny WORDS`, killed as RUN begins STEP."""
 
 import os
 import signal
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[3])]
 torch.set_num_threads(1)
 
 from studies_tiny import TINY  # noqa: E402
 
-from stars_fast.studies import command  # noqa: E402
-from stars_fast.studies.definition import parse_study  # noqa: E402
-from stars_fast.training import trainer  # noqa: E402
+from stars_fast.training.run import trainer  # noqa: E402
+from studies import __main__ as command  # noqa: E402
+from studies.definition import parse_study  # noqa: E402
 
 
 def main(run, step, *words):

@@ -1,0 +1,91 @@
+"""The figure of a study: a panel for each level of one factor, in it a line for each setting."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stars_fast.base.plots import COLOURS, LINES, new_figure, percent_axis, turns_axis
+from studies.curves import Curve, Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw_panels(
+    results: Sequence[Result], path: str | Path, *, title: str, panels: str | None = None
+) -> None:
+    """Draw accuracy (else loss) against the number of turns, and save it as PNG.
+
+    A line is the median of a setting's seeds, with their range behind it. A dot stands at the
+    most turns of 98 % of its training. `panels` is the factor with a panel for each level.
+
+    Raises ValueError if there is nothing to draw, ImportError without matplotlib.
+    """
+    if not results:
+        raise ValueError("results must hold at least one finished setting, got none")
+    parts: dict[str, list[Result]] = {}
+    for result in results:
+        parts.setdefault(result.levels[panels] if panels else "", []).append(result)
+    names = list(dict.fromkeys(_line_name(result, panels) for result in results))
+    columns = min(len(parts), 2)
+    size = {"width": 3.0 + 4.6 * columns, "height": 0.9 + 3.1 * -(-len(parts) // columns)}
+    figure, axes = new_figure(len(parts), columns=columns, **size)
+    drawn = {}
+    for axis, (level, inside) in zip(axes, parts.items(), strict=True):
+        for result in inside:
+            name = _line_name(result, panels)
+            drawn[name] = _line(axis, result, names.index(name))
+        axis.set_title(level, loc="left", fontsize=10)
+        _name_axes(axis, inside)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12)
+    if len(names) > 1:
+        handles = [drawn[name] for name in names]
+        figure.legend(handles, names, loc="outside right upper", frameon=False)
+    figure.text(0.99, 0.01, "dot: most turns of training", ha="right", fontsize=8, color="#555555")
+    figure.savefig(Path(path), format="png")
+
+
+def _line_name(result: Result, panels: str | None) -> str:
+    """The levels that a line is told apart by inside its panel."""
+    return ", ".join(level for factor, level in result.levels.items() if factor != panels)
+
+
+def _line(axis: "Axes", result: Result, index: int) -> Any:
+    """One setting's line; returns its handle for the legend."""
+    median, low, high = map(_shown(result), (result.median, result.low, result.high))
+    colour = COLOURS[index % len(COLOURS)]
+    if result.seeds > 1:
+        edges = (list(low.values()), list(high.values()))
+        axis.fill_between(list(median), *edges, color=colour, alpha=0.15, linewidth=0)
+    (line,) = axis.plot(
+        list(median),
+        list(median.values()),
+        color=colour,
+        linestyle=LINES[index // len(COLOURS) % len(LINES)],
+        linewidth=1.8,
+        clip_on=False,
+        zorder=3,
+    )
+    deepest = max((t for t in median if t <= result.deepest), default=min(median))
+    axis.plot(deepest, median[deepest], "o", color=colour, clip_on=False, zorder=4)
+    return line
+
+
+def _shown(result: Result) -> Any:
+    """What picks the curve that is drawn, in percent if it is an accuracy."""
+    scale = 100 if result.main == "accuracy" else 1
+
+    def pick(figures: dict[str, Curve]) -> Curve:
+        return {turns: scale * value for turns, value in sorted(figures[result.main].items())}
+
+    return pick
+
+
+def _name_axes(axis: "Axes", results: Sequence[Result]) -> None:
+    main = results[0].main
+    turns_axis(axis, sorted({t for result in results for t in result.median[main]}))
+    if main == "accuracy":
+        percent_axis(axis, "sums answered exactly")
+    else:
+        axis.set_ylabel(main.replace("_", " ") + (" (nats)" if main.endswith("loss") else ""))
+    axis.label_outer()

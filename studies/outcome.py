@@ -1,0 +1,126 @@
+"""What a study came to: study.json, a table in Markdown and the figure, all in its folder."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from stars_fast.base.files import write_text
+from studies.curves import Result, gather, growth
+from studies.definition import Study
+from studies.findings import judge_findings
+from studies.verdicts import Verdict
+
+COLUMNS = (1, 2, 4, 8, 16, 32, 64, 100)
+"""Turns that the table has a column for, where there are more than these."""
+
+_NOTE = (
+    "Radius: the block's spectral radius at the state after so many turns, mean of some samples, "
+    "with the share of them that is below 1; ~: not settled for all of them. Growth: size of the "
+    "state after the most turns over that after the turns of training. s: seconds of training."
+)
+
+
+def write_outcome(
+    study: Study,
+    scale: str,
+    out: Path,
+    records: Sequence[Mapping[str, Any]],
+    words: Sequence[str] = (),
+) -> str:
+    """Write study.json, table.md and figure.png to `out`; returns the text of the table.
+
+    `records` are those of `runner.record`, `words` the overrides of the command line. Without a
+    finished run there is no figure.
+    """
+    verdicts = judge_findings(study.findings, records)
+    content = {
+        "study": study.name,
+        "title": study.title,
+        "asks": study.asks,
+        "scale": scale,
+        "base": study.scales[scale].base,
+        "settings": study.scales[scale].settings,
+        "overrides": list(words),
+        "findings": [verdict.to_dict() for verdict in verdicts],
+        "runs": list(records),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "study.json", json.dumps(content, indent=1) + "\n")
+    results = gather(records)
+    text = table(study, scale, records, results, verdicts)
+    write_text(out / "table.md", text)
+    if results:
+        from studies.figure import draw_panels
+
+        draw_panels(results, out / "figure.png", title=study.title, panels=study.panels)
+    return text
+
+
+def table(
+    study: Study,
+    scale: str,
+    records: Sequence[Mapping[str, Any]],
+    results: Sequence[Result],
+    verdicts: Sequence[Verdict],
+) -> str:
+    """The results and the verdicts in Markdown; medians, with the range over the seeds behind."""
+    blocks = [[f"# {study.title} ({study.name}, {scale})"], [study.asks]]
+    if results:
+        blocks += [_rows(results), [_NOTE] if "radius" in results[0].median else []]
+    blocks.append(
+        [
+            f"- {entry['label']}, seed {entry['seed']}: {entry['status']}"
+            + (f": {entry['failed']}" if "failed" in entry else "")
+            for entry in records
+            if entry["status"] != "done"
+        ]
+    )
+    for verdict in verdicts:
+        reasons = [*map(str, verdict.parts), verdict.why_not]
+        blocks.append([f"**{verdict.name.capitalize()}: {verdict.words}.** {verdict.claim}."])
+        blocks.append([f"- {reason}" for reason in reasons if reason])
+    return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+def _rows(results: Sequence[Result]) -> list[str]:
+    """The lines of the table itself."""
+    figures = results[0].median
+    main = results[0].main
+    turns = sorted(figures[main])
+    turns = [t for t in turns if t in COLUMNS] if len(turns) > 2 * len(COLUMNS) else turns
+    radii = sorted(figures.get("radius", ()))
+    factors = list(results[0].levels)
+    headings = [*factors, "turns of training"]
+    unit = " (%)" if main == "accuracy" else ""
+    headings += [f"{main.replace('_', ' ')}{unit} at {turns[0]}", *map(str, turns[1:])]
+    headings += ["radius at " + " / ".join(map(str, radii)), "growth"] if radii else []
+    headings += ["seeds", "s"]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for result in results:
+        trained = str(result.depth)
+        trained += f", to {result.deepest}" if result.deepest != result.depth else ""
+        cells = [*result.levels.values(), trained]
+        cells += [_cell(result, t) for t in turns]
+        if radii:
+            cells.append(" / ".join(_radius(result, t) for t in radii))
+            cells.append(f"{growth(result):.2f}")
+        cells += [str(result.seeds), f"{result.seconds:.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _radius(result: Result, turns: int) -> str:
+    radius, below, settled = (
+        result.median[name][turns] for name in ("radius", "contracting", "settled")
+    )
+    return f"{'~' if settled < 1 else ''}{radius:.2f} ({below:.0%})"
+
+
+def _cell(result: Result, turns: int) -> str:
+    parts = (result.median, result.low, result.high)
+    middle, low, high = (part[result.main][turns] for part in parts)
+    if result.main == "accuracy":
+        text = f"{100 * middle:.1f}"
+        return text if low == high else f"{text} ({100 * low:.0f} to {100 * high:.0f})"
+    return f"{middle:.3g}" if low == high else f"{middle:.3g} ({low:.3g} to {high:.3g})"

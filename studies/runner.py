@@ -1,0 +1,151 @@
+"""Train what is left of a study, run by run, and judge what is done.
+
+A run is done if its results are written, failed if its folder says why, and otherwise trained, or
+continued from its newest checkpoint.
+"""
+
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stars_fast.base import tree
+from stars_fast.base.checkpoints import latest
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import write_text
+from stars_fast.base.run_folder import RunFolder
+from stars_fast.training.config import load_config, save_config
+from stars_fast.training.run.checkpoint import SaveError
+from stars_fast.training.run.folder import MAY_CHANGE
+from stars_fast.training.run.trainer import TrainingFailure, train
+from stars_fast.training.scale.distributed import World
+from studies.definition import StudyRun
+from studies.judging import judge
+
+MAY_DIFFER = MAY_CHANGE - {"train.steps", "train.epochs", "train.max_nonfinite"}
+"""Fields that a run of a study may have otherwise than its definition: those that do not change
+what comes out."""
+
+
+def check_folders(runs: Sequence[StudyRun]) -> None:
+    """Raises ConfigError if the folder of a run holds another one, with the fields that differ."""
+    for run in runs:
+        folder = RunFolder(run.folder)
+        if not folder.config.exists():
+            continue
+        before = tree.flatten(tree.to_dict(load_config(str(folder.config))))
+        now = tree.flatten(tree.to_dict(run.config))
+        changed = [
+            f"{name} was {before.get(name)} and is {now.get(name)}"
+            for name in sorted({*before, *now} - MAY_DIFFER)
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            raise ConfigError(
+                f"{run.folder} holds another run than the study's now, {run.label}, seed "
+                f"{run.seed}: {'; '.join(changed)}. Choose another folder with --out, or remove "
+                "that one"
+            )
+
+
+def train_runs(runs: Sequence[StudyRun], world: World) -> int:
+    """Train those of `runs` that are not done; the signal that stopped one, 0 if none did.
+
+    Every process of `world` calls it. A run that cannot recover leaves a note in its folder, and
+    the next one begins; so it does after one that cannot start, or whose disk is full, which leave
+    no note.
+    """
+    for number, run in enumerate(runs, start=1):
+        where = f"[{number}/{len(runs)}] {run.label}, seed {run.seed}"
+        known = world.from_first(status(run))
+        if known != "missing":
+            _say(world, f"{where}: {known}")
+            continue
+        _say(world, where)
+        try:
+            world.together(partial(_begin, run, world))
+            outcome = train(run.config, resume=True)
+        except ConfigError as error:
+            _say(world, f"{where}: not trained: {error}{_advice(run)}")
+            continue
+        except TrainingFailure as error:
+            if isinstance(error.__cause__, SaveError):
+                before = "the same command goes on from the one before"
+                _say(world, f"{where}: stopped: {error}; {before}")
+                continue
+            _say(world, f"{where}: failed: {error}")
+            if world.first:
+                run.folder.mkdir(parents=True, exist_ok=True)
+                write_text(note_of(run), json.dumps({"failed": str(error)}) + "\n")
+            continue
+        if outcome.signal:
+            return outcome.signal
+        # Now, so that the machine and the commit that are noted are those that trained it.
+        world.together(partial(_judge_new, run, world))
+    return 0
+
+
+def _begin(run: StudyRun, world: World) -> None:
+    """Have a folder count as new in which a process died before the configuration was written."""
+    folder = RunFolder(run.folder)
+    if not world.first or not folder.path.is_dir() or folder.config.exists():
+        return
+    if latest(folder.checkpoints) is None:
+        save_config(run.config, folder.config)
+
+
+def _advice(run: StudyRun) -> str:
+    if not run.folder.exists():
+        return ""
+    return f". If its folder is the cause, remove {run.folder} to start this run anew"
+
+
+def _judge_new(run: StudyRun, world: World) -> None:
+    """On the first process. Raises ConfigError if the run ended without results."""
+    if not world.first:
+        return
+    if status(run) != "done":
+        raise ConfigError(
+            f"{run.folder} ended without results, which a study reads: it needs eval.turns, and of "
+            "Ouro data.validation or eval.tasks"
+        )
+    judge(run.folder, run.config.task, world.device)
+
+
+def status(run: StudyRun) -> str:
+    """done, failed or missing (which a run that was cut is too)."""
+    if RunFolder(run.folder).results.exists():
+        return "done"
+    return "failed" if note_of(run).exists() else "missing"
+
+
+def record(run: StudyRun, world: World) -> dict[str, Any]:
+    """What study.json says of a run: what it was and what came out, on the first process."""
+    turns = run.config.trained_turns
+    entry: dict[str, Any] = {
+        "label": run.label,
+        "levels": run.levels,
+        "seed": run.seed,
+        "overrides": run.overrides,
+        "folder": run.folder.name,
+        "status": status(run),
+        "depth": round(run.config.depth.mean(), 2),
+        "trained_turns": [turns] if isinstance(turns, int) else list(turns),
+    }
+    if entry["status"] == "failed":
+        entry |= json.loads(note_of(run).read_text(encoding="utf-8"))
+    elif entry["status"] == "done":
+        entry |= judge(run.folder, run.config.task, world.device)
+        entry.pop("asked")
+    return entry
+
+
+def note_of(run: StudyRun) -> Path:
+    """The file that says why a run failed; without it the run goes on."""
+    return run.folder / "failed.json"
+
+
+def _say(world: World, text: str) -> None:
+    if world.first:
+        print(text, flush=True)
