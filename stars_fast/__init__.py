@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from stars_fast.analysis.singular import singular_moments
     from stars_fast.analysis.spectrum import spectral_radius
     from stars_fast.dual.explain import explain
+    from stars_fast.dual.graphed_block import GraphedBlock
     from stars_fast.dual.tensor import Dual
-    from stars_fast.graphs import GraphedBlock
     from stars_fast.jsrr import fused_jsrr, fused_jvp
     from stars_fast.models.looped_block import looped_block
 
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Dual": "stars_fast.dual.tensor",
-    "GraphedBlock": "stars_fast.graphs",
+    "GraphedBlock": "stars_fast.dual.graphed_block",
     "explain": "stars_fast.dual.explain",
     "fused_jsrr": "stars_fast.jsrr",
     "fused_jvp": "stars_fast.jsrr",

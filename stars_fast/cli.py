@@ -30,11 +30,8 @@ examples:
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
 """
 
-_OWN_OPTIONS = {
-    "eval": "evaluation",
-    "analyze": "analysis",
-}
-"""Commands whose options are in the `command` module of a package of ours."""
+_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze"}
+"""Commands whose options are in a module of `stars_fast.commands`."""
 
 _OF_A_CLONE = {"study": "studies", "bench": "benchmarks"}
 """Commands that hand over to what is beside the package."""
@@ -49,12 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if words[:1] == ["train"]:  # its options are the fields of the configuration
         return _train(words[1:])
-    if words[:1] == ["lm-eval"]:  # its options are lm-eval's
-        from stars_fast.evaluation.lm_command import main as lm_eval
-
-        return lm_eval(words[1:])
     if words and words[0] in _OWN_OPTIONS:
-        command = import_module(f"stars_fast.{_OWN_OPTIONS[words[0]]}.command")
+        command = import_module(f"stars_fast.commands.{_OWN_OPTIONS[words[0]]}")
         return int(command.main(words[1:]))
     if words and words[0] in _OF_A_CLONE:
         return _of_a_clone(words[0], words[1:])

@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stars_fast import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import dual_scope
 from stars_fast.ops import reference
 
 # Relative error in the L2 norm. fp64: a few hundred roundings of 1e-16 in a block.

@@ -12,7 +12,7 @@ import stars_fast
 
 ROOT = Path(stars_fast.__file__).parent
 FLOORS = """
-base tokens ops dual graphs jsrr data models evaluation analysis training integrations commands cli
+base tokens ops dual jsrr data models evaluation analysis training integrations commands cli
 rows
 """.split()
 """Lowest first."""
@@ -27,8 +27,6 @@ DEBTS = {
     ("analysis.subjects", "training.step.batches"),
     ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
-    ("dual.held", "graphs"),
-    ("evaluation.addition_command", "training.addition"),
     ("evaluation.validation", "training.scale.distributed"),
     ("evaluation.validation", "training.step.batches"),
     ("evaluation.validation", "training.step.step"),
@@ -40,27 +38,21 @@ DEBTS = {
 TANGLED = {
     "dual.dropped",
     "dual.fallback",
-    "dual.fresh",
-    "dual.held",
-    "dual.inplace",
-    "dual.lazy",
-    "dual.oneop",
-    "dual.parts",
+    "dual.pass_mode",
+    "dual.repeatable",
+    "dual.in_place",
+    "dual.recognition.steps",
+    "dual.forward_ad",
+    "dual.block_modules",
     "dual.registry",
-    "dual.run",
-    "dual.scope",
+    "dual.dual_pass",
+    "dual.patches",
     "dual.tensor",
-    "graphs",
     "jsrr",
     "models.gpt",
     "models.looped",
     "models.ouro.attention",
     "models.ouro.layers",
-    "evaluation.setting",
-    "evaluation.vllm_model",
-    "evaluation.native_model",
-    "evaluation.sweep",
-    "evaluation.report",
 }
 """Modules in circles."""
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.names import Names
+from stars_fast.dual.recognition.module_names import Names
 from stars_fast.dual.registry import observe
-from stars_fast.dual.run import dual_pass
 from stars_fast.ops.library import watch
 
 _MEANING = {

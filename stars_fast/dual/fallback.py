@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from stars_fast.dual.inplace import assign, check_writable
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.in_place import assign, check_writable
 from stars_fast.dual.registry import LIBRARY_RULES, report
 from stars_fast.dual.tensor import Dual
 

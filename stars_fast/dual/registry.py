@@ -97,7 +97,7 @@ def rule(
     def register(handler: Handler) -> Handler:
         add_rule(names[0], kind, handler, *names[1:], owners=owners)
         if inplace:
-            from stars_fast.dual.inplace import inplace_form
+            from stars_fast.dual.in_place import inplace_form
 
             for name in names:
                 if name.startswith("__"):

@@ -10,7 +10,6 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +19,12 @@ from stars_fast.evaluation.loading import make_folder
 from stars_fast.evaluation.native_model import NativeModel
 from stars_fast.evaluation.report import Result, labels_of, write_report
 from stars_fast.evaluation.setting import Setting, evaluate_setting
+from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.evaluation.vllm_model import VllmModel
-from stars_fast.models.adaptive import Per
 from stars_fast.models.saved import ModelSource, find_model
 
 CUT_WARNING = 0.05
 """Share of generations ended by the cap above which a score is not to be trusted."""
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """models: run folders and checkpoints. tasks, data, cap, shots: as `benchmarks.open_tasks`.
-    tols: 0 for all turns. tol_per: what rests by itself, a sequence or a token. limit: samples of a
-    task; none for all. chat: through the tokenizer's chat template. system: message in front of
-    it. step: of a run. batch_size: by default the backend's."""
-
-    models: Sequence[str]
-    tasks: Sequence[str]
-    turns: Sequence[int]
-    tols: Sequence[float] = (0.0,)
-    tol_per: Per = "sequence"
-    limit: int | None = None
-    batch_size: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    data: str | None = None
-    backend: str = "native"
-    out: str | None = None
-    chat: bool = True
-    system: str | None = None
-    shots: int | None = None
-    cap: int = 2048
-    step: int | None = None
 
 
 def run_sweep(options: SweepOptions) -> list[Result]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_kind
 from stars_fast.base.seeds import derive
-from stars_fast.dual.run import first_output
+from stars_fast.dual.dual_pass import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn

@@ -7,7 +7,7 @@ from dual_reference import randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast.dual import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import dual_scope
 
 MATRIX, ROW = 0.4 * randn(6, 6, seed=1), randn(6, seed=2)
 OTHER, CLASSES = randn(4, 6, seed=3), torch.tensor([0, 1, 2, 3])

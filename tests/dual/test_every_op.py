@@ -12,7 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stars_fast.dual import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import dual_scope
 
 SAMPLES = 3  # per op
 LARGEST = 500  # elements of an input

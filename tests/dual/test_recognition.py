@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stars_fast import explain, fused_jsrr, fused_jvp
-from stars_fast.dual.lazy import as_written
+from stars_fast.dual.recognition.steps import as_written
 
 FLAG = False
 

@@ -14,7 +14,7 @@ from high_precision import each, matrix, numbers, rows, truth
 from mpmath import mpf
 
 from stars_fast.dual import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import dual_scope
 
 special, linalg = torch.special, torch.linalg
 INF = math.inf

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from stars_fast.dual.fresh import on_stacks
+from stars_fast.dual.pass_mode import on_stacks
 from stars_fast.dual.tensor import Dual
 from stars_fast.models.adaptive import AdaptiveDepth, Per
 from stars_fast.models.folders import check_folder

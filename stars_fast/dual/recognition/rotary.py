@@ -1,7 +1,7 @@
 """Rotary embeddings known by the ops they call: x cos + rotate_half(x) sin, as one op.
 
 `rotate_half` joins minus the second half of the last dimension with the first. Its steps and the
-two products wait (`dual/lazy.py`), and the sum runs the fused op. Tables are [B or 1, 1, S, D], as
+two products wait (`steps.py`), and the sum runs the fused op. Tables are [B or 1, 1, S, D], as
 `unsqueeze_dim=1` gives them; any other arrangement runs as written.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stars_fast import ops
-from stars_fast.dual.lazy import (
+from stars_fast.dual.recognition.steps import (
     check_held,
     dtype_of,
     is_open,

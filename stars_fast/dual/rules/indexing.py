@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.inplace import check_writable
+from stars_fast.dual.in_place import check_writable
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import rule
 from stars_fast.dual.tensor import Dual, align, primal_of

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from stars_fast import ops
-from stars_fast.dual.inplace import assign, inplace_form
+from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.in_place import assign, inplace_form
 from stars_fast.dual.layout import in_memory_order
-from stars_fast.dual.oneop import jvp
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import add_rule, rule
-from stars_fast.dual.structural import shift
+from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import UNDERSTOOD, Dual, primal_of
 from stars_fast.ops.elementwise import elementwise
 from stars_fast.ops.log_softmax import log_softmax as dual_log_softmax

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import rule
 from stars_fast.dual.tensor import Dual, primal_of

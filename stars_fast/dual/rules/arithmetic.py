@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.inplace import assign, check_writable
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.in_place import assign, check_writable
 from stars_fast.dual.registry import add_rule, rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 from stars_fast.ops.bias import add_bias

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.layout import order_of, stack_pair
-from stars_fast.dual.lazy import may_write, settle_all
+from stars_fast.dual.recognition.steps import may_write, settle_all
 from stars_fast.dual.registry import objects_named
 from stars_fast.dual.tensor import Dual, is_ordinary, primal_of, set_owner
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from stars_fast.dual.fresh import running_pass
-from stars_fast.dual.lazy import settle_all
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.pass_mode import running_pass
+from stars_fast.dual.recognition.steps import settle_all
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual
 

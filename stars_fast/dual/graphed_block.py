@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stars_fast.dual.run import dual_pass
+from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.ops.spans import no_questions_of_masks
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import add_rule, rule
-from stars_fast.dual.structural import shift
+from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import Dual
 from stars_fast.ops.precision import widen
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.fresh import Pass
-from stars_fast.dual.lazy import forget
-from stars_fast.dual.parts import release
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.block_modules import release
+from stars_fast.dual.pass_mode import Pass
+from stars_fast.dual.patches import dual_scope
+from stars_fast.dual.recognition.steps import forget
 from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 

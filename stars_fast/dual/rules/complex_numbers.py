@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stars_fast.dual.registry import rule
-from stars_fast.dual.structural import matrix_transpose
+from stars_fast.dual.rules.shapes import matrix_transpose
 from stars_fast.dual.tensor import Dual
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
 from stars_fast.dual.tensor import Dual, primal_of
 

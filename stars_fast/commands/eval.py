@@ -52,12 +52,13 @@ def main(words: Sequence[str]) -> int:
     kind = TASKS if args.tasks else TEXT if args.text else ADDITION
     _check(args, kind)
     if kind == TASKS:
-        from stars_fast.evaluation.sweep import SweepOptions, run_sweep
+        from stars_fast.evaluation.sweep import run_sweep
+        from stars_fast.evaluation.sweep_options import SweepOptions
 
         run_sweep(SweepOptions(**_given(args, models=args.runs, turns=args.turns or [1, 2, 4, 8])))
     elif kind == TEXT:
+        from stars_fast.commands.eval_text import TextOptions, run_text
         from stars_fast.evaluation.sweep import default_out
-        from stars_fast.evaluation.text_command import TextOptions, run_text
 
         turns = args.turns or [1, 2, 4, 8, 16]
         out = Path(args.out) if args.out else default_out(args.runs[0])
@@ -65,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         given.pop("out", None)
         run_text(TextOptions(**given), out)
     else:
-        from stars_fast.evaluation.addition_command import run_addition
+        from stars_fast.commands.eval_addition import run_addition
         from stars_fast.models.adaptive import Per
 
         turns = args.turns or [1, 2, 4, 8, 16, 32, 64, 100]

@@ -5,7 +5,7 @@
     gelu      the tanh form, written out from powers (GPT-2)
     silu      x * sigmoid(x)
 
-Casts to fp32, and back to the input's dtype, belong to a norm. `dual/lazy.py` says how a formula is
+Casts to fp32, and back to the input's dtype, belong to a norm. `steps.py` says how a formula is
 followed from op to op; anything else between its ops makes them run as written.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stars_fast import ops
-from stars_fast.dual.lazy import (
+from stars_fast.dual.recognition.steps import (
     check_held,
     device_of,
     dtype_of,

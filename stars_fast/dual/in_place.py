@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stars_fast.dual.fresh import is_recomputing, turn_fresh
+from stars_fast.dual.pass_mode import is_recomputing, turn_fresh
 from stars_fast.dual.tensor import Dual, frozen_by
 
 

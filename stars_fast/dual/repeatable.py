@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from stars_fast.dual.parts import modules_of
-from stars_fast.graphs import GraphedBlock
+from stars_fast.dual.block_modules import modules_of
+from stars_fast.dual.graphed_block import GraphedBlock
 
 
-class HeldBlock:
+class RepeatableBlock:
     """`block`, whose first call runs as it is; each later one begins with the random generators and
     the buffers of its modules as the first found them, and leaves them as it found them.
 
@@ -36,9 +36,9 @@ class HeldBlock:
             return self.func(h, *args, **kwargs)
 
 
-def held(block: Callable[..., Any]) -> Callable[..., Any]:
+def repeatable(block: Callable[..., Any]) -> Callable[..., Any]:
     """The block held still; as it is where it is already, or is a captured graph."""
-    return block if isinstance(block, (HeldBlock, GraphedBlock)) else HeldBlock(block)
+    return block if isinstance(block, (RepeatableBlock, GraphedBlock)) else RepeatableBlock(block)
 
 
 class _Start:

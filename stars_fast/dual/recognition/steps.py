@@ -232,7 +232,7 @@ def check_held(step: Step) -> None:
             raise RuntimeError(
                 f"stars_fast: a tensor of shape {list(source.shape)} was written in place, through "
                 "a plain tensor, before an op that reads it had run; clone it before the write, or "
-                "run the block under stars_fast.dual.lazy.as_written()"
+                "run the block under stars_fast.dual.recognition.steps.as_written()"
             )
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast.dual.arithmetic import split_pair
-from stars_fast.dual.functional import eager_dtype
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import rule
+from stars_fast.dual.rules.arithmetic import split_pair
+from stars_fast.dual.rules.functional import eager_dtype
 from stars_fast.dual.tensor import Dual, primal_of
 from stars_fast.ops.determinant import determinant
 
