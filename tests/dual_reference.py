@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from stars_fast import Dual
-from stars_fast.dual.patches import dual_scope
+from stars_fast.dual.patches import surroundings
 from stars_fast.ops import reference
 
 # Relative error in the L2 norm. fp64: a few hundred roundings of 1e-16 in a block.
@@ -132,7 +132,7 @@ def assert_matches_differences(f, x, seed=0):
     bar, direction, step = random((2, *y.shape)), random((2, *x.shape)), 1e-6
 
     def dual(stack):
-        with dual_scope():
+        with surroundings():
             return f(Dual(stack)).stack
 
     def along(stack):

@@ -36,19 +36,6 @@ DEBTS = {
 """Edges between floors that lead upward."""
 
 TANGLED = {
-    "dual.dropped",
-    "dual.fallback",
-    "dual.pass_mode",
-    "dual.repeatable",
-    "dual.in_place",
-    "dual.recognition.steps",
-    "dual.forward_ad",
-    "dual.block_modules",
-    "dual.registry",
-    "dual.dual_pass",
-    "dual.patches",
-    "dual.tensor",
-    "jsrr",
     "models.gpt",
     "models.looped",
     "models.ouro.attention",

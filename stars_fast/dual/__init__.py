@@ -7,7 +7,7 @@ recognition/      formulas known by the ops that a block calls, run as one fused
 dual_pass.py      one pass of any block: its mode, its patches, its end
 """
 
-from stars_fast.dual import recognition, rules
+from stars_fast.dual import fallback, recognition, rules
 from stars_fast.dual.tensor import Dual
 
-__all__ = ["Dual", "recognition", "rules"]
+__all__ = ["Dual", "fallback", "recognition", "rules"]

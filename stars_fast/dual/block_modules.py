@@ -35,7 +35,7 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
                 yield from modules_of(part, depth - 1)
 
 
-def release(block: Any) -> None:
+def release_duals(block: Any) -> None:
     """Leave no Dual behind on the modules of a block: what a forward stored there, such as a
     running mean or an auxiliary loss, becomes its primal."""
     for module in modules_of(block):

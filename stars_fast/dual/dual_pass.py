@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.block_modules import release
+from stars_fast.dual.block_modules import release_duals
 from stars_fast.dual.pass_mode import Pass
-from stars_fast.dual.patches import dual_scope
-from stars_fast.dual.recognition.steps import forget
+from stars_fast.dual.patches import surroundings
+from stars_fast.dual.running import forget_waiting
 from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 
@@ -35,15 +35,15 @@ def dual_pass(
     """
     result = None
     try:
-        with dual_scope(), masks_of_one_pass(), Pass():
-            forget()  # what an earlier pass that failed has left
+        with surroundings(), masks_of_one_pass(), Pass():
+            forget_waiting()  # what an earlier pass that failed has left
             output = first_output(block(Dual(stack), *args, **kwargs))
             if type(output) is Dual:
                 check_history(output)
                 result = output.stack  # what it waits for runs inside of the pass
     finally:
-        release(block)
-        forget()
+        release_duals(block)
+        forget_waiting()
     if result is None:
         raise TypeError(
             "block: expected its (first) output to be a tensor that depends on h, got "

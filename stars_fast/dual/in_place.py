@@ -51,7 +51,7 @@ def assign(name: str, target: Dual, result: Any) -> Dual:
     return target
 
 
-def inplace_form(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+def in_place_form(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
     """The in-place form of a rule. It works on a copy of the stack: what the rule saves for its
     backward must survive the write."""
 

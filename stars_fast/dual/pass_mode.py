@@ -9,7 +9,6 @@ buffer, is not turned: it would keep a tangent beyond the pass.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.layout import order_of, stack_pair
-from stars_fast.dual.recognition.steps import may_write, settle_all
-from stars_fast.dual.registry import objects_named
-from stars_fast.dual.tensor import Dual, is_ordinary, primal_of, set_owner
+from stars_fast.dual.registry import may_write, objects_named
+from stars_fast.dual.running import running_pass, settle_all, state
+from stars_fast.dual.tensor import Dual, is_ordinary, primal_of
 
 # What shares memory with the outside.
 _FOREIGN = frozenset(
@@ -45,7 +44,6 @@ _PURE = frozenset(
 )
 
 _count_modes = torch._C._len_torch_function_stack
-_local = threading.local()
 
 
 class Pass(TorchFunctionMode):
@@ -90,14 +88,14 @@ class Pass(TorchFunctionMode):
         return result
 
     def __enter__(self) -> Pass:
-        self._outer.append(getattr(_local, "running", None))
-        _local.running = self
+        self._outer.append(state.running)
+        state.running = self
         super().__enter__()
         self._depth = _count_modes()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        _local.running = self._outer.pop()
+        state.running = self._outer.pop()
         super().__exit__(*error)
 
     def _note(self, func: Any, tensor: Any, args: tuple) -> None:
@@ -176,11 +174,6 @@ def _address(tensor: Tensor) -> int | None:
         return None
 
 
-def running_pass() -> Pass | None:
-    """The pass that runs in this thread."""
-    return getattr(_local, "running", None)
-
-
 @contextmanager
 def on_stacks() -> Iterator[None]:
     """A region of a pass that computes on stacks itself, such as a native model: its calls are not
@@ -205,6 +198,3 @@ def turn_fresh(target: Any) -> bool:
     """Make a Dual of a plain tensor, in place, where the running pass made it."""
     running = running_pass()
     return running is not None and type(target) is Tensor and running.turn(target)
-
-
-set_owner(running_pass)

@@ -1,8 +1,11 @@
-"""What a dual pass needs around it: compiled functions run eagerly, custom autograd functions are
-given their tangents.
+"""What is changed in torch while a dual pass runs, and put back when it ends; no class, module or
+function of the user's is.
 
-A `torch.autograd.Function` does not answer `__torch_function__`: left alone it would run on a Dual
-below autograd and lose the gradient. While a pass runs, `Function.apply` looks for Duals first.
+- `torch.autograd.Function.apply` looks for Duals first: a custom function does not answer
+  `__torch_function__`, and would run on a Dual below autograd and lose its gradient.
+- What prepares a region of `torch.utils.checkpoint` notes the pass that it is in, so that its
+  recomputation, in backward, does what the pass did.
+- Compiled functions run eagerly: they would trace tensors, not pairs.
 """
 
 from __future__ import annotations
@@ -16,9 +19,8 @@ import torch
 import torch.utils.checkpoint
 
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.pass_mode import running_pass
-from stars_fast.dual.recognition.steps import settle_all
 from stars_fast.dual.registry import report
+from stars_fast.dual.running import recognising, settle_all, state
 from stars_fast.dual.tensor import Dual
 
 # Functions that hand their inputs on unchanged and act only when backward comes by.
@@ -30,11 +32,36 @@ _PASS_THROUGH = {
 # Functions that only keep their inputs for later.
 _KEEPERS = {"torch.utils.checkpoint._NoopSaveInputs"}
 
+
+class _Change:
+    """A change of torch that lasts while anyone is inside; regions of several threads share it.
+
+    Args:
+        make: makes the change and returns what puts back what was there.
+    """
+
+    def __init__(self, make: Callable[[], Callable[[], None]]) -> None:
+        self._make = make
+        self._undo: Callable[[], None] = lambda: None
+        self._lock, self._depth = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._undo = self._make()
+            self._depth += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._undo()
+
+
+# -- custom autograd functions
+
 # A classmethod in Python, since torch 2.14 one in C: both bind by `__get__`.
 _unbound_apply = torch.autograd.Function.__dict__["apply"]
-_lock = threading.Lock()
-_depth = 0
-_stance: Any = None
 
 
 def _plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -74,19 +101,37 @@ def _pass_through(cls: Any, args: tuple) -> Any:
     )
 
 
-def _recomputed_in_scope(generator: Callable[..., Any]) -> Callable[..., Any]:
-    """What prepares a checkpointed region, for a region of a pass: what waits runs before it, and
-    its recomputation, in backward, has the surroundings of the pass."""
+def _change_functions() -> Callable[[], None]:
+    global _unbound_apply
+    _unbound_apply = before = torch.autograd.Function.__dict__["apply"]
+    torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
+
+    def undo() -> None:
+        torch.autograd.Function.apply = before  # type: ignore[method-assign]
+
+    return undo
+
+
+# -- checkpointed regions
+
+
+def _recomputed_alike(generator: Callable[..., Any]) -> Callable[..., Any]:
+    """What prepares a checkpointed region. Of a pass: what waits runs before it, and its
+    recomputation, in backward, has the surroundings of the pass. Formulas are looked for, or not,
+    as they were."""
 
     def prepare(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        running = running_pass()
-        if running is None:
+        running, recognises = state.running, state.recognises
+        if running is None and recognises:
             return generator(fn, *args, **kwargs)
         settle_all()
 
         def again(*args: Any, **kwargs: Any) -> Any:
-            with dual_scope(), running:
-                return fn(*args, **kwargs)
+            with recognising(recognises):
+                if running is None:
+                    return fn(*args, **kwargs)
+                with surroundings(), running:
+                    return fn(*args, **kwargs)
 
         return generator(again, *args, **kwargs)
 
@@ -94,36 +139,45 @@ def _recomputed_in_scope(generator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # What torch.utils.checkpoint prepares a region with, under the name that the running torch has.
-_PREPARERS = {
-    name.rpartition(".")[2]: getattr(torch.utils.checkpoint, name.rpartition(".")[2])
+_PREPARERS = [
+    name.rpartition(".")[2]
     for name in (
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
         "torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl",
     )
     if hasattr(torch.utils.checkpoint, name.rpartition(".")[2])
-}
+]
+
+
+def _change_checkpoints() -> Callable[[], None]:
+    before = {name: getattr(torch.utils.checkpoint, name) for name in _PREPARERS}
+    for name, generator in before.items():
+        setattr(torch.utils.checkpoint, name, _recomputed_alike(generator))
+
+    def undo() -> None:
+        for name, generator in before.items():
+            setattr(torch.utils.checkpoint, name, generator)
+
+    return undo
+
+
+# -- compiled functions
+
+
+def _change_stance() -> Callable[[], None]:
+    stance: Any = torch.compiler.set_stance("force_eager")
+    stance.__enter__()
+    return lambda: stance.__exit__(None, None, None)
+
+
+_functions = _Change(_change_functions)
+_stance = _Change(_change_stance)
+checkpoints = _Change(_change_checkpoints)
+"""The region in which checkpointing notes whether formulas are looked for, and which pass runs."""
 
 
 @contextmanager
-def dual_scope() -> Iterator[None]:
-    """The surroundings of one dual pass; passes of several threads share them."""
-    global _depth, _stance
-    with _lock:
-        if _depth == 0:
-            for name, generator in _PREPARERS.items():
-                setattr(torch.utils.checkpoint, name, _recomputed_in_scope(generator))
-            torch.autograd.Function.apply = classmethod(_apply)  # type: ignore[method-assign,assignment]
-            # A compiled function traces tensors, not pairs.
-            _stance = torch.compiler.set_stance("force_eager")
-            _stance.__enter__()
-        _depth += 1
-    try:
+def surroundings() -> Iterator[None]:
+    """The region of one dual pass; passes of several threads share what is changed."""
+    with checkpoints, _functions, _stance:
         yield
-    finally:
-        with _lock:
-            _depth -= 1
-            if _depth == 0:
-                _stance.__exit__(None, None, None)
-                torch.autograd.Function.apply = _unbound_apply  # type: ignore[method-assign]
-                for name, generator in _PREPARERS.items():
-                    setattr(torch.utils.checkpoint, name, generator)

@@ -20,6 +20,7 @@ from torch import Tensor
 from stars_fast import ops
 from stars_fast.dual.recognition.steps import (
     check_held,
+    complete,
     device_of,
     dtype_of,
     is_narrowed,
@@ -30,7 +31,6 @@ from stars_fast.dual.recognition.steps import (
     step_of,
     wait,
 )
-from stars_fast.dual.registry import observed, report
 from stars_fast.dual.tensor import Dual
 
 _WIDE = (torch.float32, torch.float64)
@@ -76,7 +76,7 @@ def _device(x: Any) -> torch.device:
 
 
 @recorder("to", "float", "type_as")
-def cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_cast(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     x = args[0]
     dtype = _target(func, args, kwargs) if type(x) is Dual else None
     if dtype is None or not dtype.is_floating_point:
@@ -115,12 +115,12 @@ def _square(x: Any, called: tuple[Any, tuple, dict]) -> Dual | None:
 
 
 @recorder("square")
-def square(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_square(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     return _square(args[0], (func, args, kwargs)) if len(args) == 1 and not kwargs else None
 
 
 @recorder("pow", "__pow__")
-def power(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_power(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     x, exponent = _pair(args, kwargs)
     n = _number(exponent)
     if n == 2:
@@ -132,7 +132,7 @@ def power(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("mean")
-def mean(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_mean(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     squares = step_of(args[0], "square")
     if squares is None or len(args) > 3:
         return None
@@ -148,7 +148,7 @@ def mean(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("add", "__add__", "__radd__")
-def add(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_sum(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     a, b = _pair(args, kwargs)
     if type(a) is not Dual:
         a, b = b, a
@@ -167,7 +167,7 @@ def add(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("rsqrt")
-def rsqrt(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_inverse_root(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if len(args) != 1 or kwargs or step_of(args[0], "mean + eps") is None:
         return None
     return _inverse_root(args[0], (func, args, kwargs))
@@ -178,19 +178,19 @@ def _inverse_root(x: Dual, called: tuple[Any, tuple, dict]) -> Dual:
 
 
 @recorder("sqrt")
-def sqrt(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_root(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     step = step_of(args[0], "mean + eps") if len(args) == 1 and not kwargs else None
     return None if step is None else wait("sqrt", args[0], (func, args, kwargs), value=step.value)
 
 
 @recorder("reciprocal")
-def reciprocal(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_reciprocal(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     step = step_of(args[0], "sqrt") if len(args) == 1 and not kwargs else None
     return None if step is None else wait("rsqrt", args[0], (func, args, kwargs), value=step.value)
 
 
 @recorder("div", "divide", "true_divide", "__truediv__", "__div__")
-def div(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_quotient(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     x, below = _pair(args, kwargs)
     step = step_of(below, "sqrt")
     return None if step is None else _normalise(x, *step.value)
@@ -236,15 +236,7 @@ def _run_norm(x: Dual, eps: float, weight: Tensor | None, dtype: torch.dtype) ->
         scale = scale.to(torch.promote_types(stack.dtype, torch.float32))
     if scale is not None and stack.dtype == torch.float64:
         scale = scale.to(torch.float64)
-    return _done("rms_norm", Dual(ops.rms_norm(stack, scale, eps, dtype)), (x, weight))
-
-
-def _done(name: str, result: Dual, parts: tuple) -> Dual:
-    """The result of a fused op; `explain` wants to know what it is made of."""
-    if observed():
-        result.stack.made = name, parts  # type: ignore[attr-defined]
-    report(name, "fused")
-    return result
+    return complete("rms_norm", "RMSNorm", ops.rms_norm(stack, scale, eps, dtype), (x, weight))
 
 
 def _is_weight(x: Dual, weight: Tensor) -> bool:
@@ -253,7 +245,7 @@ def _is_weight(x: Dual, weight: Tensor) -> bool:
 
 
 @recorder("mul", "multiply", "__mul__", "__rmul__")
-def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if len(args) != 2 or kwargs:
         return None
     a, b = args
@@ -308,7 +300,7 @@ def _is_scaling(x: Dual, weight: Tensor) -> bool:
 
 
 @recorder("silu", "gelu", "relu")
-def activation(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_activation(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if len(args) != 1 or kwargs.get("inplace") or not is_open(args[0]):
         return None
     name = func.__name__
@@ -320,14 +312,14 @@ def activation(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("sigmoid")
-def sigmoid(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_sigmoid(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if len(args) != 1 or kwargs or not is_open(args[0]) or not _keeps_dtype(args[0]):
         return None
     return wait("sigmoid", args[0], (func, args, kwargs))
 
 
 @recorder("tanh")
-def tanh(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_tanh(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     step = step_of(args[0], "c (x + c x^3)") if len(args) == 1 and not kwargs else None
     return None if step is None else wait("tanh", args[0], (func, args, kwargs), value=step.value)
 
@@ -339,8 +331,11 @@ def _activated(x: Dual, name: str) -> Dual | None:
     return wait("activation", x, lambda: _run_activation(x, name), value=name)
 
 
+_ACTIVATIONS = {"silu": "x * sigmoid(x)", "gelu_tanh": "GELU, tanh form"}
+
+
 def _run_activation(x: Dual, name: str) -> Dual:
-    return _done(name, Dual(ops.pointwise(x.stack, name)), (x,))
+    return complete(name, _ACTIVATIONS[name], ops.pointwise(x.stack, name), (x,))
 
 
 _SLOPE = math.sqrt(2 / math.pi)
@@ -362,4 +357,5 @@ def _gate(g: Dual, u: Dual, name: str) -> Dual | None:
         return None
     if not (g.stack.is_contiguous() and u.stack.is_contiguous()):
         return None
-    return _done(f"gated:{name}", Dual(ops.gated(g.stack, u.stack, name)), (g, u))
+    stack = ops.gated(g.stack, u.stack, name)
+    return complete(f"gated:{name}", f"{name}(g) * u", stack, (g, u))

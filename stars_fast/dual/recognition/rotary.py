@@ -15,16 +15,15 @@ from torch import Tensor
 from stars_fast import ops
 from stars_fast.dual.recognition.steps import (
     check_held,
+    complete,
     dtype_of,
     is_open,
     is_plain,
     recorder,
-    settle,
     shape_of,
     step_of,
     wait,
 )
-from stars_fast.dual.registry import observed, report
 from stars_fast.dual.tensor import Dual
 
 
@@ -39,12 +38,12 @@ def _may_turn(x: Any) -> bool:
     if not is_open(x) or len(shape_of(x)) != 4 or shape_of(x)[-1] % 2:
         return False
     if x.step is not None:
-        settle(x)
+        x.step.settle(x)
     return True
 
 
 @recorder("__getitem__")
-def half(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_half(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     """x[..., : D / 2] and x[..., D / 2 :]."""
     x, index = args
     if not _may_turn(x) or type(index) is not tuple or len(index) != 2:
@@ -63,7 +62,7 @@ def half(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("chunk")
-def halves(func: Any, args: tuple, kwargs: dict) -> Any:
+def follow_halves(func: Any, args: tuple, kwargs: dict) -> Any:
     """x.chunk(2, -1)."""
     x = args[0]
     given = dict(zip(("chunks", "dim"), args[1:], strict=False), **kwargs)
@@ -75,7 +74,7 @@ def halves(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @recorder("neg", "negative", "__neg__")
-def negative(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_negative(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     step = step_of(args[0], "second half")
     if step is None:
         return None
@@ -83,7 +82,7 @@ def negative(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("cat", "concat", "concatenate")
-def join(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_joined_halves(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     given = dict(zip(("tensors", "dim"), args, strict=False), **kwargs)
     tensors = given.get("tensors")
     if not isinstance(tensors, (tuple, list)) or len(tensors) != 2 or given.keys() - _CAT:
@@ -101,7 +100,7 @@ _CAT = {"tensors", "dim"}
 
 
 @recorder("mul", "multiply", "__mul__", "__rmul__")
-def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_table_product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     """x cos, or rotate_half(x) sin."""
     if len(args) != 2 or kwargs:
         return None
@@ -122,7 +121,7 @@ def product(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 
 
 @recorder("add", "__add__")
-def rotated(func: Any, args: tuple, kwargs: dict) -> Dual | None:
+def follow_rotation(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if len(args) != 2 or kwargs:
         return None
     even, odd = step_of(args[0], "x cos"), step_of(args[1], "turned sin")
@@ -140,7 +139,4 @@ def _rotate(x: Dual, cos: Tensor, sin: Tensor) -> Dual:
     stack = ops.rotary(x.stack, cos, sin)
     if x.stack.is_contiguous():  # the op writes the memory order [S, H] of projections
         stack = stack.contiguous()
-    if observed():
-        stack.made = "rotary", (x,)  # type: ignore[attr-defined]
-    report("rotary", "fused")
-    return Dual(stack)
+    return complete("rotary", "rotary embedding", stack, (x,))

@@ -5,7 +5,7 @@ when they are called, in this shape and dtype, with this flag set and this branc
 that can be part of a known formula does not run when it is called: it gives a Dual without a stack,
 whose `Step` says which op it stands for. The next op either continues the formula, up to the one
 that completes it and runs the fused op, or it asks for the stack: then the waiting ops run as they
-were written (`settle`). Nothing of the block's classes or modules is looked at or changed.
+were written (`Step.settle`). Nothing of the block's classes or modules is looked at or changed.
 
 What could tell a late op from one in its place is held against it: ops run in the grad mode and
 autocast in which they were called, every in-place op lets all that waits run first, and what was
@@ -14,8 +14,6 @@ written to in another way since (its version says so) is an error.
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,10 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stars_fast.dual.registry import objects_named
-from stars_fast.dual.tensor import QUICK, Dual, answer, set_recorder
-
-Recorder = Callable[[Any, tuple, dict], Any]
+from stars_fast.dual.registry import RECORDERS, Recorder, objects_named, observed, report
+from stars_fast.dual.running import add_waiting
+from stars_fast.dual.tensor import QUICK, Dual, answer
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -69,28 +66,18 @@ class Step:
         "value",
     )
 
+    def settle(self, dual: Dual) -> None:
+        """Run the ops that `dual`, which waits for this one, needs: from the first."""
+        chain = [dual]
+        while (before := chain[-1].step.of).step is not None:
+            chain.append(before)
+        for each in reversed(chain):
+            if each.step is not None:
+                _run(each)
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        # The Duals of this thread that wait, or did.
-        self.waiting: list[weakref.ref[Dual]] = []
-        self.limit = 64
-        self.enabled = True
 
-
-_local = _Local()
 _inference = torch.is_inference_mode_enabled
 _grad = torch.is_grad_enabled
-
-
-@contextmanager
-def as_written() -> Iterator[None]:
-    """A region in which no formula is looked for: every op runs when and as it is called."""
-    before, _local.enabled = _local.enabled, False
-    try:
-        yield
-    finally:
-        _local.enabled = before
 
 
 def is_narrowed(dtype: torch.dtype, device: torch.device) -> bool:
@@ -110,7 +97,7 @@ def step_of(x: Any, kind: str) -> Step | None:
 
 def is_open(x: Any) -> bool:
     """Whether a formula may begin at x: a Dual of real numbers, outside of inference mode."""
-    if type(x) is not Dual or _inference() or not _local.enabled:
+    if type(x) is not Dual or _inference():
         return False
     if x.step is not None:
         return True
@@ -176,27 +163,18 @@ def wait(
         step.smooth = step.smooth or uses.requires_grad
     step.grad = _grad()
     dual = Dual.waiting(step)
-    waiting = _local.waiting
-    if len(waiting) > _local.limit:
-        waiting[:] = [ref for ref in waiting if (found := ref()) is not None and found.step]
-        _local.limit = max(64, 2 * len(waiting))
-    waiting.append(weakref.ref(dual))
+    add_waiting(dual)
     return dual
 
 
-def settle(dual: Dual) -> None:
-    """Run the ops that a Dual waits for, from the first."""
-    chain = [dual]
-    while (before := chain[-1].step.of).step is not None:
-        chain.append(before)
-    for each in reversed(chain):
-        if each.step is not None:
-            _run(each)
-
-
-def forget() -> None:
-    """Drop what waits: no op of a pass that is over is asked for again."""
-    _local.waiting.clear()
+def complete(op: str, formula: str, stack: Tensor, parts: tuple) -> Dual:
+    """The result of a fused op that stands for a formula; `explain` wants to know what it is made
+    of."""
+    if observed():
+        stack.made = op, parts  # type: ignore[attr-defined]
+        report(formula, "recognised")
+    report(op, "fused")
+    return Dual(stack)
 
 
 def _run(dual: Dual) -> None:
@@ -232,21 +210,8 @@ def check_held(step: Step) -> None:
             raise RuntimeError(
                 f"stars_fast: a tensor of shape {list(source.shape)} was written in place, through "
                 "a plain tensor, before an op that reads it had run; clone it before the write, or "
-                "run the block under stars_fast.dual.recognition.steps.as_written()"
+                "run the block under stars_fast.recognition(False)"
             )
-
-
-def settle_all() -> None:
-    """Run every op that waits in this thread, in the order in which they were called."""
-    waiting = _local.waiting
-    found = [dual for ref in waiting if (dual := ref()) is not None]
-    waiting.clear()
-    for dual in found:
-        if dual.step is not None:
-            settle(dual)
-
-
-_RECORDERS: dict[Any, Recorder] = {}
 
 
 def recorder(*names: str) -> Callable[[Recorder], Recorder]:
@@ -256,8 +221,8 @@ def recorder(*names: str) -> Callable[[Recorder], Recorder]:
 
     def register(function: Recorder) -> Recorder:
         for target in {target for name in names for target in objects_named(name)}:
-            before = _RECORDERS.get(target)
-            _RECORDERS[target] = function if before is None else _either(before, function)
+            before = RECORDERS.get(target)
+            RECORDERS[target] = function if before is None else _either(before, function)
         return function
 
     return register
@@ -299,41 +264,3 @@ def _size(func: Any, args: tuple, kwargs: dict) -> Any:
 @recorder("dim", "ndimension")
 def _dim(func: Any, args: tuple, kwargs: dict) -> Any:
     return len(shape_of(args[0])) if len(args) == 1 else None
-
-
-# -- writes
-
-
-def _may_write(func: Any) -> bool:
-    name = getattr(func, "__name__", "")
-    dunder = name.startswith("__i") or name in ("__setitem__", "__set__")
-    return dunder or (name.endswith("_") and not name.endswith("__"))
-
-
-_writers: dict[Any, bool] = {}
-
-
-def may_write(func: Any) -> bool:
-    """Whether a function writes into its first argument, by its name."""
-    writes = _writers.get(func)
-    if writes is None:
-        writes = _writers[func] = _may_write(func)
-    return writes
-
-
-def ask(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Answer a call that is part of a known formula; None for any other."""
-    found = _RECORDERS.get(func)
-    if found is not None and args:
-        result = found(func, args, kwargs)
-        if result is not None:
-            return result
-    if _local.waiting:
-        writes = may_write(func)
-        # Flags such as inplace=True.
-        if writes or kwargs.get("inplace") or (len(args) > 1 and any(arg is True for arg in args)):
-            settle_all()
-    return None
-
-
-set_recorder(ask, settle)

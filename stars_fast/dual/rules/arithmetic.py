@@ -9,7 +9,8 @@ from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.in_place import assign, check_writable
-from stars_fast.dual.registry import add_rule, rule
+from stars_fast.dual.registry import add_rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 from stars_fast.ops.bias import add_bias
 from stars_fast.ops.gated import gated

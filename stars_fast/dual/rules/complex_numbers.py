@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from stars_fast.dual.registry import rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.rules.shapes import matrix_transpose
 from stars_fast.dual.tensor import Dual
 

@@ -12,10 +12,11 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from stars_fast import ops
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.in_place import assign, inplace_form
+from stars_fast.dual.in_place import assign, in_place_form
 from stars_fast.dual.layout import in_memory_order
 from stars_fast.dual.precision import widened
-from stars_fast.dual.registry import add_rule, rule
+from stars_fast.dual.registry import add_rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import UNDERSTOOD, Dual, primal_of
 from stars_fast.ops.elementwise import elementwise
@@ -52,7 +53,7 @@ def _register_pointwise() -> None:
             return Dual(in_memory_order(lambda x: ops.pointwise(x, _name, dtype), input.stack))
 
         add_rule(name, "fused", handler)
-        add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
+        add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler))
 
 
 _register_pointwise()
@@ -65,7 +66,7 @@ def _register_activation(name: str) -> None:
         return assign(name, input, result) if inplace else result
 
     add_rule(name, "fused", handler)
-    add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
+    add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler))
 
 
 _register_activation("silu")
@@ -83,7 +84,7 @@ def _register_careful(name: str, *names: str) -> None:
 
     for each in (name, *names):
         add_rule(name, "fused", handler, each)
-        add_rule(f"{each}_", "in-place", inplace_form(f"{each}_", handler))
+        add_rule(f"{each}_", "in-place", in_place_form(f"{each}_", handler))
 
 
 for _names in (

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast.dual.registry import LIBRARY_RULES, rule
+from stars_fast.dual.registry import LIBRARY_RULES
+from stars_fast.dual.rule import rule
 from stars_fast.dual.rules.arithmetic import split_pair
 from stars_fast.dual.tensor import Dual
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stars_fast.dual.in_place import check_writable
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.registry import rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 
 

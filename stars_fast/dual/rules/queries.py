@@ -11,7 +11,8 @@ from torch import Tensor
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
+from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
+from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, primal_of
 
 # Answered by the primal with no tangent: the derivative is zero or there is none to speak of.

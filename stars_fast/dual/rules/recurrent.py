@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast.dual.registry import add_rule, rule
+from stars_fast.dual.registry import add_rule
+from stars_fast.dual.rule import rule
 
 # A state is a tuple: (h,), or (h, c) of an LSTM.
 State = tuple[Any, ...]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.registry import add_rule, rule
+from stars_fast.dual.registry import add_rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import Dual
 from stars_fast.ops.precision import widen

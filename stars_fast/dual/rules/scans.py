@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stars_fast.dual.registry import rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import Dual
 from stars_fast.ops.scan import logcumsumexp as dual_logcumsumexp

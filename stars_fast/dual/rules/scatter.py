@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.precision import widened
-from stars_fast.dual.registry import rule
+from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, primal_of
 
 # -- reductions

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named, rule
+from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
+from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, align, primal_of
 
 
