@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from stars_fast.analysis.singular import singular_moments
     from stars_fast.analysis.spectrum import spectral_radius
     from stars_fast.dual.explain import explain
+    from stars_fast.dual.graphed_block import GraphedBlock
+    from stars_fast.dual.recognition.switch import recognition
     from stars_fast.dual.tensor import Dual
-    from stars_fast.graphs import GraphedBlock
     from stars_fast.jsrr import fused_jsrr, fused_jvp
     from stars_fast.models.looped_block import looped_block
 
@@ -20,11 +21,12 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Dual": "stars_fast.dual.tensor",
-    "GraphedBlock": "stars_fast.graphs",
+    "GraphedBlock": "stars_fast.dual.graphed_block",
     "explain": "stars_fast.dual.explain",
     "fused_jsrr": "stars_fast.jsrr",
     "fused_jvp": "stars_fast.jsrr",
     "looped_block": "stars_fast.models.looped_block",
+    "recognition": "stars_fast.dual.recognition.switch",
     "singular_moments": "stars_fast.analysis.singular",
     "spectral_radius": "stars_fast.analysis.spectrum",
 }
@@ -37,6 +39,7 @@ __all__ = [
     "fused_jsrr",
     "fused_jvp",
     "looped_block",
+    "recognition",
     "singular_moments",
     "spectral_radius",
 ]

@@ -30,11 +30,8 @@ examples:
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
 """
 
-_OWN_OPTIONS = {
-    "eval": "evaluation",
-    "analyze": "analysis",
-}
-"""Commands whose options are in the `command` module of a package of ours."""
+_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze"}
+"""Commands whose options are in a module of `stars_fast.commands`."""
 
 _OF_A_CLONE = {"study": "studies", "bench": "benchmarks"}
 """Commands that hand over to what is beside the package."""
@@ -49,12 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     if words[:1] == ["train"]:  # its options are the fields of the configuration
         return _train(words[1:])
-    if words[:1] == ["lm-eval"]:  # its options are lm-eval's
-        from stars_fast.evaluation.lm_command import main as lm_eval
-
-        return lm_eval(words[1:])
     if words and words[0] in _OWN_OPTIONS:
-        command = import_module(f"stars_fast.{_OWN_OPTIONS[words[0]]}.command")
+        command = import_module(f"stars_fast.commands.{_OWN_OPTIONS[words[0]]}")
         return int(command.main(words[1:]))
     if words and words[0] in _OF_A_CLONE:
         return _of_a_clone(words[0], words[1:])
@@ -92,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser(
         "export",
-        help="write an Ouro run as a checkpoint in the public layout",
+        help="write a run as a checkpoint, of Ouro in the public layout",
         description="Weights, configuration, generation settings, tokenizer and chat template, as "
         "transformers and vLLM read them.",
     )
@@ -154,9 +147,10 @@ def _train(words: list[str]) -> int:
 def _check_resume(path: str) -> None:
     """Raises ConfigError for a folder that holds nothing to continue."""
     from stars_fast.base.errors import ConfigError
-    from stars_fast.training.run.folder import RunFolder
+    from stars_fast.base.run_folder import RunFolder
+    from stars_fast.training.run.folder import nothing_to_resume
 
-    if reason := RunFolder(path).nothing_to_resume():
+    if reason := nothing_to_resume(RunFolder(path)):
         raise ConfigError(reason)
 
 
@@ -220,7 +214,7 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     from stars_fast.base.errors import ConfigError
-    from stars_fast.models.ouro.export import export_run
+    from stars_fast.models.export import export_run
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     try:

@@ -17,10 +17,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from stars_fast.dual.held import held
+from stars_fast.dual.dual_pass import dual_pass
+from stars_fast.dual.graphed_block import GraphedBlock
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.run import dual_pass
-from stars_fast.graphs import GraphedBlock
+from stars_fast.dual.repeatable import repeatable
 from stars_fast.ops.seed import can_seed
 from stars_fast.rows import Rows, choose_rows, take_rows
 
@@ -212,7 +212,7 @@ def fused_jsrr(
             rows = rows.keep(chosen)
 
     stack = _seed(h, v, rows, normalize, generator)
-    block = block if power_steps == 1 else held(block)
+    block = block if power_steps == 1 else repeatable(block)
     for _ in range(power_steps - 1):
         with torch.set_grad_enabled(torch.is_grad_enabled() and through_power_steps):
             jv = _pass(block, stack, args, kwargs)[1]

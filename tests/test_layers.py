@@ -12,68 +12,34 @@ import stars_fast
 
 ROOT = Path(stars_fast.__file__).parent
 FLOORS = """
-base tokens ops dual graphs jsrr data models evaluation analysis training integrations commands cli
+base tokens ops dual jsrr data models evaluation analysis training integrations commands cli
 rows
 """.split()
 """Lowest first."""
 
 DEBTS = {
     ("analysis.measure", "training.step.batches"),
-    ("analysis.measure", "training.step.loop"),
     ("analysis.singular", "rows"),
     ("analysis.spectrum", "rows"),
     ("analysis.subjects", "training.addition"),
     ("analysis.subjects", "training.chats"),
     ("analysis.subjects", "training.config"),
-    ("analysis.subjects", "training.ouro"),
-    ("analysis.subjects", "training.run.folder"),
     ("analysis.subjects", "training.step.batches"),
-    ("analysis.subjects", "training.step.loop"),
     ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
-    ("data.chat", "models.ouro.tiny"),
-    ("dual.held", "graphs"),
-    ("evaluation.addition_command", "training.addition"),
-    ("evaluation.loading", "training.config"),
-    ("evaluation.loading", "training.run.folder"),
     ("evaluation.validation", "training.scale.distributed"),
     ("evaluation.validation", "training.step.batches"),
     ("evaluation.validation", "training.step.step"),
     ("jsrr", "rows"),
-    ("models.ouro.export", "training.run.checkpoint"),
-    ("models.ouro.export", "training.run.folder"),
     ("training.step.losses", "rows"),
 }
 """Edges between floors that lead upward."""
 
 TANGLED = {
-    "dual.dropped",
-    "dual.fallback",
-    "dual.fresh",
-    "dual.held",
-    "dual.inplace",
-    "dual.lazy",
-    "dual.oneop",
-    "dual.parts",
-    "dual.registry",
-    "dual.run",
-    "dual.scope",
-    "dual.tensor",
-    "graphs",
-    "jsrr",
     "models.gpt",
     "models.looped",
     "models.ouro.attention",
     "models.ouro.layers",
-    "models.ouro.causal_lm",
-    "models.ouro.exits",
-    "models.ouro.export",
-    "models.ouro.model",
-    "evaluation.setting",
-    "evaluation.vllm_model",
-    "evaluation.native_model",
-    "evaluation.sweep",
-    "evaluation.report",
 }
 """Modules in circles."""
 

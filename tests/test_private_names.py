@@ -226,7 +226,7 @@ def function_named(name):
     return found
 
 
-# Names that `dual/scope.py` compares with that of a running function.
+# Names that `dual/patches.py` compares with that of a running function.
 
 
 @rests_on("torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction")
@@ -354,7 +354,7 @@ def test_checkpointing_keeps_its_inputs_by_a_function():
 
 
 def test_function_apply_can_be_put_in_place_and_back():
-    """No private name, but the one place where torch's class is changed (`dual/scope.py`)."""
+    """No private name, but the one place where torch's class is changed (`dual/patches.py`)."""
     plain = torch.autograd.Function.__dict__["apply"]
 
     class Twice(torch.autograd.Function):

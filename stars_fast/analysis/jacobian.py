@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stars_fast.analysis.singular import singular_moments
 from stars_fast.analysis.spectrum import settled_radius
-from stars_fast.dual.held import held
+from stars_fast.dual.repeatable import repeatable
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def spectrum(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or range, named.
     """
-    block = held(block)
+    block = repeatable(block)
     found = settled_radius(block, h, mask=mask, steps=steps, tol=tol, generator=generator)
     moments = singular_moments(block, h, mask=mask, probes=probes, generator=generator)
     finite = finite_samples(h, mask) & moments.mean_square.isfinite()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stars_fast.dual.held import held
+from stars_fast.dual.repeatable import repeatable
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows
 
@@ -64,7 +64,7 @@ def singular_moments(
         raise TypeError("h: expected a floating-point tensor")
     if probes < 1:
         raise ValueError(f"probes: expected at least 1, got {probes!r}")
-    rows, kwargs, block = Rows.of(h, mask, None), kwargs or {}, held(block)
+    rows, kwargs, block = Rows.of(h, mask, None), kwargs or {}, repeatable(block)
     squares = torch.zeros_like(rows.sizes, dtype=torch.float64)
     fourths = torch.zeros_like(squares)
     for _ in range(probes):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.analysis.krylov import Radius, krylov_radius, unit
-from stars_fast.dual.held import held
+from stars_fast.dual.repeatable import repeatable
 from stars_fast.jsrr import fused_jvp
 from stars_fast.rows import Rows, sample_of
 
@@ -126,7 +126,7 @@ def _jacobian(
 ) -> Operator:
     """The Jacobian of all samples at once, on their real tokens; one for all products, also where
     the block draws random numbers."""
-    block = held(block)
+    block = repeatable(block)
 
     def apply(v: Tensor) -> Tensor:
         jv = fused_jvp(block, h, v.to(h.dtype), args=args, kwargs=kwargs)[1].to(rows.dtype)
@@ -218,7 +218,7 @@ def _arnoldi(
     import numpy as np
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
-    block = held(block)
+    block = repeatable(block)
     sample, (args, kwargs) = sample_of(h, extra, index)
     keep = torch.ones_like(sample, dtype=torch.bool)
     if rows.valid is not None:

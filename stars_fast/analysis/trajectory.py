@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.base.checks import check_integer, check_number
-from stars_fast.dual.run import first_output
+from stars_fast.dual.dual_pass import first_output
 from stars_fast.rows import Rows
 
 Block = Callable[[Tensor], Tensor]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.names import Names
+from stars_fast.dual.recognition.module_names import Names
 from stars_fast.dual.registry import observe
-from stars_fast.dual.run import dual_pass
 from stars_fast.ops.library import watch
 
 _MEANING = {
@@ -32,11 +32,14 @@ class Explanation:
     Attributes:
         ops: (op, path) -> number of calls, in order of first appearance.
         backends: fused op -> what computed it: torch, cpp, triton or cuda; several joined by "+".
+        recognised: (op, formula) -> number of its calls that stand for a formula, found in the ops
+            that the block calls, such as ("LlamaRMSNorm", "RMSNorm").
         dropped: where a number was made from a tensor with a tangent, as "item at file.py:12".
     """
 
     ops: dict[tuple[str, str], int]
     backends: dict[str, str] = field(default_factory=dict)
+    recognised: dict[tuple[str, str], int] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
 
     def count(self, path: str) -> int:
@@ -59,6 +62,10 @@ class Explanation:
             f"{kind}: {self.count(kind)} calls, {meaning}"
             for kind, meaning in _MEANING.items()
             if self.count(kind)
+        ]
+        lines += [
+            f"{name}: recognised as {formula}, {n} of {self.ops[name, 'fused']} calls"
+            for (name, formula), n in self.recognised.items()
         ]
         lines += [f"tangent dropped: {place}" for place in self.dropped]
         return "\n".join(lines)
@@ -84,13 +91,19 @@ def explain(
     """
     seen: Counter[tuple[str, str]] = Counter()
     backends: dict[str, str] = {}
+    recognised: Counter[tuple[str, str]] = Counter()
     picked: list[str] = []
+    formulas: list[str] = []
     dropped: list[str] = []
 
     def rename(old: str, new: str, n: int) -> None:
         seen[old, "fused"] -= n
         seen[new, "fused"] += 1
         backends[new] = backends[old]
+        for name, formula in [each for each in recognised if each[0] == old]:
+            taken = min(n, recognised[name, formula])
+            recognised[name, formula] -= taken
+            recognised[new, formula] += taken > 0
         if not seen[old, "fused"]:
             del seen[old, "fused"], backends[old]
 
@@ -99,12 +112,16 @@ def explain(
     def note(name: str, kind: str) -> None:
         if kind == "dropped" and name not in dropped:
             dropped.append(name)
-        if kind in ("primal", "dropped"):
+        if kind == "recognised":
+            formulas.append(name)
+        if kind in ("primal", "dropped", "recognised"):
             return
         if kind == "fused":
             name = names.alias or name
         seen[name, kind] += 1
         if kind == "fused":
+            recognised.update((name, formula) for formula in formulas)
+            formulas.clear()
             known = backends.get(name, "").split("+")
             backends[name] = "+".join(sorted({*known, *picked} - {""}))
         picked.clear()
@@ -117,4 +134,4 @@ def explain(
     finally:
         watch(None)
         stop()
-    return Explanation(dict(seen), backends, dropped)
+    return Explanation(dict(seen), backends, dict(+recognised), dropped)

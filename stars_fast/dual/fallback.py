@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from stars_fast.dual.inplace import assign, check_writable
-from stars_fast.dual.oneop import jvp
-from stars_fast.dual.registry import LIBRARY_RULES, report
+from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.in_place import assign, check_writable
+from stars_fast.dual.registry import LIBRARY_RULES, fallback, report
 from stars_fast.dual.tensor import Dual
 
 # In-place ops that overwrite with what has no derivative.
@@ -32,7 +32,8 @@ def name_of(func: Any) -> str:
     return name.replace("torch.Tensor.", "").replace("torch.", "").removesuffix(".__get__")
 
 
-def unknown(func: Any, args: tuple, kwargs: dict) -> Any:
+@fallback
+def answer_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
     """Answer an op that has no rule."""
     name = name_of(func)
     short = getattr(func, "__name__", "").rsplit(".", 1)[-1]

@@ -1,8 +1,8 @@
 """Which rule answers which torch function.
 
 A rule is an ordinary function with the signature of the torch function it stands for. `@rule`
-registers it for every object of that name that reaches `__torch_function__`: `torch.add`,
-`Tensor.add`, `Tensor.__add__`, `F.silu`, ... and, with `inplace=True`, for the in-place forms.
+(`rule.py`) registers it for every object of that name that reaches `__torch_function__`:
+`torch.add`, `Tensor.add`, `Tensor.__add__`, `F.silu`, ...
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-Handler = TypeVar("Handler", bound=Callable[..., Any])
-
-_OWNERS = (torch, torch.Tensor, F, torch._C._nn, torch.special)
+OWNERS = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,28 @@ RULES: dict[Any, Rule] = {}
 LIBRARY_RULES: dict[str, Callable[..., Any]] = {}
 """Name of an op of `torch.library` -> its rule: ops that other packages define when imported."""
 
+Recorder = Callable[[Any, tuple, dict], Any]
+
+RECORDERS: dict[Any, Recorder] = {}
+"""torch function -> what is asked before its rule, whether the call is part of a known formula."""
+
+Answer = Callable[[Any, tuple, dict], Any]
+
+_fallback: Answer
+
+
+def fallback(handler: Answer) -> Answer:
+    """Decorator: this function answers the ops that have no rule."""
+    global _fallback
+    _fallback = handler
+    return handler
+
+
+def answer_without_rule(func: Any, args: tuple, kwargs: dict) -> Any:
+    """Answer an op that has no rule."""
+    return _fallback(func, args, kwargs)
+
+
 _observers: list[Callable[[str, str], None]] = []
 
 
@@ -63,7 +83,7 @@ def report(name: str, kind: str) -> None:
         observer(name, kind)
 
 
-def objects_named(name: str, owners: Sequence[Any] = _OWNERS) -> Iterator[Any]:
+def objects_named(name: str, owners: Sequence[Any] = OWNERS) -> Iterator[Any]:
     """Every function object of this name that torch may hand to `__torch_function__`."""
     for owner in owners:
         found = getattr(owner, name, None)
@@ -79,7 +99,7 @@ def add_rule(
     kind: str,
     handler: Callable[..., Any],
     *names: str,
-    owners: Sequence[Any] = _OWNERS,
+    owners: Sequence[Any] = OWNERS,
 ) -> None:
     """Register `handler` under `name` and under each of `names`."""
     for each in (name, *names):
@@ -87,25 +107,15 @@ def add_rule(
             RULES[target] = Rule(name, kind, handler)
 
 
-def rule(
-    *names: str, kind: str, inplace: bool = False, owners: Sequence[Any] = _OWNERS
-) -> Callable[[Handler], Handler]:
-    """Decorator: this function is the rule for `names`; with `inplace` also for their in-place
-    forms (`name_`, and `__iname__` for `__name__`). `owners` narrows where the names are looked up,
-    for names that mean different things in different places."""
+_writers: dict[Any, bool] = {}
 
-    def register(handler: Handler) -> Handler:
-        add_rule(names[0], kind, handler, *names[1:], owners=owners)
-        if inplace:
-            from stars_fast.dual.inplace import inplace_form
 
-            for name in names:
-                if name.startswith("__"):
-                    if not name.startswith("__r"):
-                        other = f"__i{name[2:]}"
-                        add_rule(other, "in-place", inplace_form(other, handler))
-                else:
-                    add_rule(f"{name}_", "in-place", inplace_form(f"{name}_", handler))
-        return handler
-
-    return register
+def may_write(func: Any) -> bool:
+    """Whether a function writes into its first argument, by its name."""
+    writes = _writers.get(func)
+    if writes is None:
+        name = getattr(func, "__name__", "")
+        writes = name.startswith("__i") or name in ("__setitem__", "__set__")
+        writes = writes or (name.endswith("_") and not name.endswith("__"))
+        _writers[func] = writes
+    return writes

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map
 
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.registry import RULES, Rule, report
+from stars_fast.dual.registry import RECORDERS, RULES, Rule, answer_without_rule, report
+from stars_fast.dual.running import settle_before, state
 
 _wrapper = torch.Tensor._make_wrapper_subclass
 _get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
@@ -40,7 +41,7 @@ class Dual(torch.Tensor):
     """
 
     stack: Tensor
-    # The op that it waits for (`lazy.Step`): until then it has no stack.
+    # The op that it waits for (`recognition.steps.Step`): until then it has no stack.
     step: Any = None
     # Whether autograd unpacked this pair, from what it had saved; whether it was a plain tensor of
     # the block's own, with the history it had then.
@@ -68,7 +69,7 @@ class Dual(torch.Tensor):
             requires_grad=stack.requires_grad,
         )
         self.stack = stack
-        self.owner = _running()
+        self.owner = state.running
         return self
 
     def __init__(self, stack: Tensor) -> None:
@@ -76,7 +77,7 @@ class Dual(torch.Tensor):
 
     @classmethod
     def waiting(cls, step: Any) -> Dual:
-        """A Dual whose stack `step` (a `lazy.Step`) will give."""
+        """A Dual whose stack `step` (a `recognition.steps.Step`) will give."""
         self = _wrapper(
             cls,
             step.shape,
@@ -85,14 +86,14 @@ class Dual(torch.Tensor):
             requires_grad=step.grad and step.smooth,
         )
         self.step = step
-        self.owner = _running()
+        self.owner = state.running
         return self
 
     def __getattr__(self, name: str) -> Any:
         """Called for what is not there: the attributes of a Dual that waits."""
         if self.step is None:
             raise AttributeError(f"'Dual' object has no attribute {name!r}")
-        _settle(self)
+        self.step.settle(self)
         return getattr(self, name)
 
     @property
@@ -133,8 +134,15 @@ class Dual(torch.Tensor):
             if _is_left_over(arg) and not torch_keeps():
                 args, kwargs = tree_map(_without_left_overs, (args, kwargs))
                 return func(*args, **kwargs)
-        result = _ask(func, args, kwargs)
-        return answer(func, args, kwargs) if result is None else result
+        if state.recognises:
+            recorder = RECORDERS.get(func)
+            if recorder is not None and args:
+                result = recorder(func, args, kwargs)
+                if result is not None:
+                    return result
+        if state.waiting:
+            settle_before(func, args, kwargs)
+        return answer(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -164,14 +172,14 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run one op on Duals, now."""
     found = RULES.get(func)
     if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
-        return _unknown(func, args, kwargs)
+        return answer_without_rule(func, args, kwargs)
     try:
         result = found.handler(*args, **kwargs)
     except TypeError:
         if found.accepts(args, kwargs):
             raise
         # A form of the torch function that the rule does not know, such as axis= for dim=.
-        return _unknown(func, args, kwargs)
+        return answer_without_rule(func, args, kwargs)
     report(found.name, found.kind)
     return result
 
@@ -189,31 +197,6 @@ def _is_left_over(x: Any) -> bool:
 
 def _without_left_overs(x: Any) -> Any:
     return x.stack[0] if type(x) is Dual and _is_left_over(x) else x
-
-
-_running: Callable[[], Any] = lambda: None  # noqa: E731
-
-
-def set_owner(running: Callable[[], Any]) -> None:
-    """Let `running` say which pass a new Dual belongs to."""
-    global _running
-    _running = running
-
-
-_ask: Callable[[Any, tuple, dict], Any] = lambda func, args, kwargs: None  # noqa: E731
-_settle: Callable[[Dual], None]
-
-
-def set_recorder(ask: Callable[[Any, tuple, dict], Any], settle: Callable[[Dual], None]) -> None:
-    """Let `ask` see every call first, and `settle` give a Dual that waits its stack."""
-    global _ask, _settle
-    _ask, _settle = ask, settle
-
-
-def _unknown(func: Any, args: tuple, kwargs: dict) -> Any:
-    from stars_fast.dual.fallback import unknown
-
-    return unknown(func, args, kwargs)
 
 
 def _check_types(func: Any, types: Any) -> None:

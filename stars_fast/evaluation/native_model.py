@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from stars_fast.base.optional import need
-from stars_fast.evaluation.loading import ModelSource, device_for, load_model, load_tokenizer
-
-if TYPE_CHECKING:
-    from stars_fast.evaluation.sweep import SweepOptions
-
+from stars_fast.evaluation.loading import device_for
+from stars_fast.evaluation.sweep_options import SweepOptions
+from stars_fast.models.saved import ModelSource, load_model, load_tokenizer
 
 BATCH = 16
 """Sequences in a forward pass by default."""

@@ -10,47 +10,21 @@ import hashlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.evaluation.benchmarks import OpenTask, open_tasks
-from stars_fast.evaluation.loading import ModelSource, find_model, make_folder
+from stars_fast.evaluation.loading import make_folder
 from stars_fast.evaluation.native_model import NativeModel
 from stars_fast.evaluation.report import Result, labels_of, write_report
 from stars_fast.evaluation.setting import Setting, evaluate_setting
+from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.evaluation.vllm_model import VllmModel
-from stars_fast.models.adaptive import Per
+from stars_fast.models.saved import ModelSource, find_model
 
 CUT_WARNING = 0.05
 """Share of generations ended by the cap above which a score is not to be trusted."""
-
-
-@dataclass(frozen=True)
-class SweepOptions:
-    """models: run folders and checkpoints. tasks, data, cap, shots: as `benchmarks.open_tasks`.
-    tols: 0 for all turns. tol_per: what rests by itself, a sequence or a token. limit: samples of a
-    task; none for all. chat: through the tokenizer's chat template. system: message in front of
-    it. step: of a run. batch_size: by default the backend's."""
-
-    models: Sequence[str]
-    tasks: Sequence[str]
-    turns: Sequence[int]
-    tols: Sequence[float] = (0.0,)
-    tol_per: Per = "sequence"
-    limit: int | None = None
-    batch_size: int | None = None
-    dtype: str | None = None
-    device: str | None = None
-    data: str | None = None
-    backend: str = "native"
-    out: str | None = None
-    chat: bool = True
-    system: str | None = None
-    shots: int | None = None
-    cap: int = 2048
-    step: int | None = None
 
 
 def run_sweep(options: SweepOptions) -> list[Result]:
@@ -61,7 +35,7 @@ def run_sweep(options: SweepOptions) -> list[Result]:
     Raises ConfigError for a mistake in the options, or a folder of other generations.
     """
     _check(options)
-    sources = [find_model(path, options.step) for path in options.models]
+    sources = [find_model(path, options.step).need_causal_lm("--tasks") for path in options.models]
     names = labels_of({source.path: source.label for source in sources})
     tasks = open_tasks(options.tasks, options.data, options.cap, options.shots)
     out = Path(options.out) if options.out else default_out(options.models[0])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stars_fast.dual.run import first_output
+from stars_fast.dual.dual_pass import first_output
 from stars_fast.models.token_layout import TokenLayout
 
 OPTIONS = ("attention_mask", "position_ids", "cu_seqlens", "inputs")

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from stars_fast.analysis.subjects import Subject
+from stars_fast.models.loop import Loop
 from stars_fast.training.step.batches import HostBatch, micro_batch
-from stars_fast.training.step.loop import Loop
 from stars_fast.training.step.samples import Samples
 
 

@@ -105,8 +105,8 @@ def test_every_command_names_the_file(home, capsys, name, encoding):
 
 
 def test_a_mark_is_no_part_of_the_text(home, tmp_path):
+    from stars_fast.commands.eval_text import TextOptions, read_texts
     from stars_fast.data.addition import read_jsonl
-    from stars_fast.evaluation.text_command import TextOptions, read_texts
     from stars_fast.training.recipes import read_recipe
 
     (tmp_path / "a.txt").write_bytes(TEXT.encode("utf-8-sig"))

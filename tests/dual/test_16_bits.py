@@ -7,7 +7,7 @@ from oracle import randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast.dual import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import surroundings
 
 MATRIX, ROW = 0.4 * randn(6, 6, seed=1), randn(6, seed=2)
 OTHER, CLASSES = randn(4, 6, seed=3), torch.tensor([0, 1, 2, 3])
@@ -92,7 +92,7 @@ INPUTS = {"around-0": (0, 1), "offset-100": (100, 1), "wide": (0, 10), "negative
 
 def by_dual(f, h, v, bars):
     stack = torch.stack((h, v)).requires_grad_()
-    with dual_scope():
+    with surroundings():
         out = f(Dual(stack)).stack
     (grad,) = torch.autograd.grad(out, stack, bars.to(out.dtype))
     return [*out.detach().unbind(0), *grad.unbind(0)]
@@ -160,7 +160,7 @@ def test_dtypes_under_autocast(name, dtype):
     h = randn(4, 6, dtype=dtype)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = OPS[name](h)
-        with dual_scope():
+        with surroundings():
             out = OPS[name](Dual(torch.stack((h, h))))
     assert out.dtype == expected.dtype
     torch.testing.assert_close(out.primal, expected, rtol=0.03, atol=0.03)

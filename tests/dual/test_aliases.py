@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from stars_fast import explain, fused_jsrr, fused_jvp, ops
 from stars_fast.dual import Dual
 from stars_fast.dual.dropped import TangentDropped
-from stars_fast.dual.oneop import jvp
+from stars_fast.dual.forward_ad import jvp
 from stars_fast.training.scale.distributed import settle
 
 

@@ -7,7 +7,7 @@ from oracle import KeepDouble, assert_dual_matches, relative_error
 from torch import nn
 
 from stars_fast import explain, ops
-from stars_fast.dual.run import dual_pass, first_output
+from stars_fast.dual.dual_pass import dual_pass, first_output
 from stars_fast.models.gpt import GPTBlock
 from stars_fast.models.looped import LoopedConfig
 from stars_fast.ops import library

@@ -12,7 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from stars_fast.dual import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import surroundings
 
 SAMPLES = 3  # per op
 LARGEST = 500  # elements of an input
@@ -57,7 +57,7 @@ def floats(tree):
 
 def seeded(run, inputs):
     torch.manual_seed(1)
-    with dual_scope():
+    with surroundings():
         return run(inputs)
 
 

@@ -13,7 +13,7 @@ from oracle import (
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import Dual, explain
-from stars_fast.dual.run import dual_pass, first_output
+from stars_fast.dual.dual_pass import dual_pass, first_output
 
 OFFSETS = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second group is empty
 # Shapes of the operands: rows, columns or the inner dimension in groups, and a batch.

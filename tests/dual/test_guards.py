@@ -8,9 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from stars_fast import Dual, explain, fused_jsrr, fused_jvp
-from stars_fast.dual.refused import REFUSED
+from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.dual.registry import RULES
-from stars_fast.dual.run import dual_pass
+from stars_fast.dual.rules.refused import REFUSED
 
 
 def state(*shape, seed=3):

@@ -7,7 +7,7 @@ from oracle import jvp_and_gradients, relative_error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import fused_jsrr, fused_jvp
-from stars_fast.dual.run import dual_pass
+from stars_fast.dual.dual_pass import dual_pass
 
 
 def state(*shape, seed=3):

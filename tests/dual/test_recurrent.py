@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from stars_fast import fused_jsrr, fused_jvp
-from stars_fast.dual.run import dual_pass
+from stars_fast.dual.dual_pass import dual_pass
 
 WIDTH, HIDDEN, LENGTH, BATCH = 4, 3, 5, 2
 

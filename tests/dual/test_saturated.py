@@ -14,7 +14,7 @@ from high_precision import each, matrix, numbers, rows, truth
 from mpmath import mpf
 
 from stars_fast.dual import Dual
-from stars_fast.dual.scope import dual_scope
+from stars_fast.dual.patches import surroundings
 
 special, linalg = torch.special, torch.linalg
 INF = math.inf
@@ -27,7 +27,7 @@ def random(shape, generator, dtype=torch.float64):
 def dual(f, x, v, y_bar, y_dot_bar):
     """y, y_dot, x_bar and x_dot_bar by the dual pass."""
     stack = torch.stack((x, v)).requires_grad_()
-    with dual_scope():
+    with surroundings():
         out = f(Dual(stack)).stack
     (bar,) = torch.autograd.grad(out, stack, torch.stack((y_bar, y_dot_bar)))
     return (*out.detach().unbind(0), *bar.unbind(0))

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from stars_fast.base.seeds import derive
 from stars_fast.jsrr import fused_jsrr
+from stars_fast.models.loop import Loop, Turn
 from stars_fast.training.config import RunConfig
 from stars_fast.training.step.batches import MicroBatch
-from stars_fast.training.step.loop import Loop, Turn
 from stars_fast.training.step.samples import (
     Part,
     Samples,

@@ -17,8 +17,9 @@ from oracle import relative_error
 from ouro_runs import ouro_run
 
 from stars_fast.data import IGNORE
+from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.chats import PackedChats, PaddedChats, next_tokens
-from stars_fast.training.ouro import OuroLoop, load
+from stars_fast.training.ouro import load
 from stars_fast.training.step import jacobian
 from stars_fast.training.step.batches import Batches
 from stars_fast.training.step.step import Plan, StepLoss

@@ -1,0 +1,149 @@
+"""`stars-fast eval DIR --text ...`: the token loss of Ouro models on plain text."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import read_text, write_text
+from stars_fast.base.tables import right_aligned
+from stars_fast.evaluation.loading import device_for, make_folder
+from stars_fast.evaluation.report import labels_of
+from stars_fast.evaluation.text_loss import TextLoss, text_loss
+from stars_fast.models.saved import ModelSource, find_model, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """models: run folders and checkpoints. text: a .txt file, or what `datasets` reads. column,
+    subset, split: of it. limit: texts; none for all. length: tokens of a window."""
+
+    models: Sequence[str]
+    text: str
+    turns: Sequence[int]
+    column: str = "text"
+    subset: str | None = None
+    split: str = "train"
+    limit: int | None = None
+    length: int = 2048
+    batch_size: int = 8
+    dtype: str | None = None
+    device: str | None = None
+    step: int | None = None
+
+
+def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
+    """Evaluate, print a table, and write text-loss.json and text-loss.png to `out`.
+
+    Raises ConfigError for a mistake in the options.
+    """
+    from stars_fast.base.plots import loss_against_turns
+
+    make_folder(out)
+    sources = [find_model(path, options.step).need_causal_lm("--text") for path in options.models]
+    names = labels_of({source.path: source.label for source in sources})
+    texts = list(itertools.islice(read_texts(options), options.limit))
+    found = {names[source.path]: _loss_of(source, texts, options) for source in sources}
+    print(_table(found))
+    write_text(out / "text-loss.json", json.dumps(_written(found, options), indent=2) + "\n")
+    trained = {source.trained for source in sources}
+    loss_against_turns(
+        {label: loss.nats for label, loss in found.items()},
+        out / "text-loss.png",
+        title=f"Token loss on {Path(options.text).name}",
+        trained_depth=trained.pop() if len(trained) == 1 else None,
+    )
+    print(f"written: {out / 'text-loss.json'}, {out / 'text-loss.png'}")
+    return found
+
+
+def _loss_of(source: ModelSource, texts: Sequence[str], options: TextOptions) -> TextLoss:
+    """One model is in memory at a time."""
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    model = load_model(source, dtype, device_for(options.device))
+    try:
+        return text_loss(
+            model,
+            load_tokenizer(source),
+            texts,
+            options.turns,
+            length=options.length,
+            batch_size=options.batch_size,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--text {options.text}: {error}") from error
+
+
+def read_texts(options: TextOptions) -> Iterator[str]:
+    """The texts of a .txt file (one), or of the column of a data set.
+
+    Raises ConfigError if they can't be read.
+    """
+    from stars_fast.data.chat import ChatDataConfig
+    from stars_fast.data.sources import find_source
+
+    if Path(options.text).suffix == ".txt":
+        try:
+            yield read_text(options.text)
+        except ValueError as error:
+            raise ConfigError(f"cannot read --text {error}") from error
+        return
+    try:
+        where = ChatDataConfig(source=options.text, subset=options.subset, split=options.split)
+        rows = find_source(where, seed=0).load()
+    except ValueError as error:
+        raise ConfigError(f"--text {options.text}: {error}") from error
+    if options.column not in rows.column_names:
+        raise ConfigError(
+            f"--column must be one of the columns {rows.column_names}, got {options.column!r}"
+        )
+    for row in rows.select_columns(options.column):
+        if not isinstance(row[options.column], str | None):
+            raise ConfigError(f"--column must hold text, got {row[options.column]!r:.80}")
+        yield row[options.column] or ""
+
+
+def _written(found: dict[str, TextLoss], options: TextOptions) -> dict[str, Any]:
+    from stars_fast.base.machine import describe
+
+    losses = {
+        label: {
+            "loss": loss.nats,
+            "perplexity": loss.perplexity,
+            "bits_per_byte": loss.bits_per_byte,
+            "tokens": loss.tokens,
+            "bytes": loss.size,
+        }
+        for label, loss in found.items()
+    }
+    return {
+        "machine": describe(device_for(options.device)),
+        "options": asdict(options),
+        "models": losses,
+    }
+
+
+def _table(found: dict[str, TextLoss]) -> str:
+    rows = [["model", "turns", "loss (nats)", "perplexity", "bits per byte", "tokens"]]
+    rows += [
+        [
+            label,
+            str(turns),
+            f"{nats:.4f}",
+            f"{loss.perplexity[turns]:.4g}",
+            f"{loss.bits_per_byte[turns]:.4f}",
+            f"{loss.tokens:,}",
+        ]
+        for label, loss in found.items()
+        for turns, nats in loss.nats.items()
+    ]
+    return right_aligned(rows)

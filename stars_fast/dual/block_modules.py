@@ -1,0 +1,62 @@
+"""The modules that a block is made of, and what a pass may not leave on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from stars_fast.dual.tensor import Dual, primal_of
+
+
+def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
+    """The modules in a module, a bound method, a partial, a callable object, a closure, or named as
+    globals by a function."""
+    if isinstance(block, nn.Module):
+        yield from block.modules()
+        return
+    if not depth or isinstance(block, type):
+        return
+    inner = [getattr(block, "__self__", None), getattr(block, "func", None)]
+    inner += [cell.cell_contents for cell in getattr(block, "__closure__", None) or ()]
+    if isinstance(block, FunctionType):
+        named = (block.__globals__.get(name) for name in block.__code__.co_names)
+        inner += [each for each in named if not isinstance(each, FunctionType)]
+    else:
+        inner += getattr(block, "__dict__", {}).values()
+    for each in inner:
+        parts: Any = (each,)
+        if isinstance(each, (list, tuple, dict)):
+            parts = each.values() if isinstance(each, dict) else each
+        for part in parts:
+            if part is not None and callable(part):
+                yield from modules_of(part, depth - 1)
+
+
+def release_duals(block: Any) -> None:
+    """Leave no Dual behind on the modules of a block: what a forward stored there, such as a
+    running mean or an auxiliary loss, becomes its primal."""
+    for module in modules_of(block):
+        for held in (module.__dict__, module._buffers):
+            for key, value in held.items():
+                if type(value) is Dual:
+                    held[key] = value.stack[0]
+                elif type(value) in _CONTAINERS and value:
+                    held[key] = _primals(value)
+
+
+_CONTAINERS = (list, tuple, dict)
+
+
+def _primals(value: Any) -> Any:
+    """A container with the primals of its Duals; the same object where it can be written."""
+    if type(value) is dict:
+        value.update({k: v.stack[0] for k, v in value.items() if type(v) is Dual})
+    elif any(type(each) is Dual for each in value):
+        parts = [primal_of(each) for each in value]
+        if type(value) is tuple:
+            return tuple(parts)
+        value[:] = parts
+    return value

@@ -1,0 +1,200 @@
+"""Tensors that a block makes and then fills: `torch.zeros(...)`, then `copy_`, `index_add_` or an
+assignment of what depends on h.
+
+While a pass runs, a torch function mode notes the plain tensors that the block's own calls make,
+and the views of them. The first value with a tangent that is written into such a tensor turns it,
+and its views, into Duals with one stack between them. A tensor from outside of the pass, such as a
+buffer, is not turned: it would keep a tangent beyond the pass.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from stars_fast.dual.dropped import dropped
+from stars_fast.dual.layout import order_of, stack_pair
+from stars_fast.dual.registry import may_write, objects_named
+from stars_fast.dual.running import running_pass, settle_all, state
+from stars_fast.dual.tensor import Dual, is_ordinary, primal_of
+
+# What shares memory with the outside.
+_FOREIGN = frozenset(
+    target
+    for name in "from_numpy frombuffer as_tensor asarray from_dlpack".split()
+    for target in objects_named(name)
+)
+# What reads and does not write, between the ops of a formula: nothing that waits has to run first.
+_PURE = frozenset(
+    target
+    for name in """
+    shape dtype device ndim requires_grad is_cuda size dim numel __len__ float to type_as
+    add __add__ __radd__ sub __sub__ __rsub__ mul __mul__ __rmul__ neg __neg__ div __truediv__
+    __getitem__ unsqueeze squeeze view reshape expand transpose permute contiguous cos sin
+    __bool__ __eq__ __ne__ eq ne
+    """.split()
+    for target in objects_named(name)
+)
+
+_count_modes = torch._C._len_torch_function_stack
+
+
+class Pass(TorchFunctionMode):
+    """One dual pass: it notes the tensors that are made inside, with their views.
+
+    Attributes:
+        running: whether the pass runs, or a part of it is computed again. A Dual that is met
+            otherwise was left behind, and stands for its primal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._outer: list[Pass | None] = []
+        self._depth = 0
+
+    @property
+    def running(self) -> bool:
+        return bool(self._outer)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        # Straight to the rules, unless a mode of the user's is to see the call first.
+        if Dual in types:
+            ordinary = len(types) == 1 or all(kind is Dual or is_ordinary(kind) for kind in types)
+            if ordinary and not _count_modes():
+                if args and type(args[0]) is not Dual and self._keeps_values(func, args):
+                    return _write_values(func, args, kwargs or {})
+                result = Dual.__torch_function__(func, types, args, kwargs)
+                if type(result) is Tensor:
+                    self._note(func, result, args)
+                return result
+        elif func not in _PURE or kwargs:
+            settle_all()
+        result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor:
+            self._note(func, result, args)
+        elif type(result) in (tuple, list):
+            for each in result:
+                self._note(func, each, args)
+        return result
+
+    def __enter__(self) -> Pass:
+        self._outer.append(state.running)
+        state.running = self
+        super().__enter__()
+        self._depth = _count_modes()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        state.running = self._outer.pop()
+        super().__exit__(*error)
+
+    def _note(self, func: Any, tensor: Any, args: tuple) -> None:
+        """Keep in mind a tensor that is made here, or a view of one."""
+        if type(tensor) is not Tensor or not tensor.is_floating_point() or not tensor.numel():
+            return
+        place = _address(tensor)
+        if place is None:
+            return
+        family = self._made.get(place)
+        if family is not None and any(ref() is not None for ref in family):
+            family.append(weakref.ref(tensor))
+        elif tensor._base is None and func not in _FOREIGN:
+            given = (x for x in args if isinstance(x, Tensor) and type(x) is not Dual)
+            if not any(x is tensor or _address(x) == place for x in given):
+                self._made[place] = [weakref.ref(tensor)]
+
+    def _keeps_values(self, func: Any, args: tuple) -> bool:
+        """Whether a call writes into a tensor from outside while gradients are off: statistics that
+        a block keeps, such as a running mean, whose tangent nobody asks for."""
+        target = args[0] if args else None
+        return (
+            type(target) in (Tensor, torch.nn.Parameter)
+            and not torch.is_grad_enabled()
+            and may_write(func)
+            and not (type(target) is Tensor and self.turn(target))
+        )
+
+    def turn(self, target: Tensor) -> bool:
+        """Make Duals of a tensor that was made here and of its views; False for another tensor."""
+        place = _address(target)
+        alive = [ref() for ref in self._made.get(place, ())] if place is not None else []
+        family = [tensor for tensor in alive if tensor is not None]
+        if place is None or not any(tensor is target for tensor in family):
+            return False
+        root = target if target._base is None else target._base
+        order = order_of(root)
+        flat = root if order is None else root.permute(order)
+        if not flat.is_contiguous() or root.storage_offset() or root.dtype != target.dtype:
+            return False
+        del self._made[place]
+        stack = stack_pair(root, torch.zeros_like(root))
+        with torch.no_grad():
+            root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
+        for tensor in family:
+            shape, stride = (2, *tensor.shape), (root.numel(), *tensor.stride())
+            whole = tensor.shape == root.shape and tensor.stride() == root.stride()
+            self._become_dual(
+                tensor, stack if whole else stack.as_strided(shape, stride, tensor.storage_offset())
+            )
+        return True
+
+    def _become_dual(self, tensor: Tensor, stack: Tensor) -> None:
+        tensor.__class__ = Dual
+        tensor.stack = stack  # type: ignore[attr-defined]
+        tensor.turned = True  # type: ignore[attr-defined]
+        tensor.owner = self  # type: ignore[attr-defined]
+
+
+def _write_values(func: Any, args: tuple, kwargs: dict) -> Any:
+    settle_all()
+    name = f"{func.__name__} into a plain tensor"
+    for each in tree_leaves((args, kwargs)):
+        if type(each) is Dual:
+            dropped(name, each, waits=False)
+    args, kwargs = tree_map(primal_of, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Where the memory of a tensor begins; None for one without memory of its own, such as a sparse
+    one or one inside torch.vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def on_stacks() -> Iterator[None]:
+    """A region of a pass that computes on stacks itself, such as a native model: its calls are not
+    looked at, and cost what they cost outside of a pass."""
+    running = running_pass()
+    if running is None or _count_modes() != running._depth:  # a mode of the user's is inside
+        yield
+        return
+    running.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        running.__enter__()
+
+
+def is_recomputing() -> bool:
+    """Whether no pass runs in this thread: a Dual met then is in a recomputed region."""
+    return running_pass() is None
+
+
+def turn_fresh(target: Any) -> bool:
+    """Make a Dual of a plain tensor, in place, where the running pass made it."""
+    running = running_pass()
+    return running is not None and type(target) is Tensor and running.turn(target)

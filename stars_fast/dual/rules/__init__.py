@@ -1,0 +1,36 @@
+"""The rules: functions with the signature of the torch function that they answer for a `Dual`.
+
+Importing a module of rules registers them.
+"""
+
+from stars_fast.dual.rules import (
+    arithmetic,
+    complex_numbers,
+    functional,
+    grouped_products,
+    indexing,
+    queries,
+    recurrent,
+    reductions,
+    refused,
+    scans,
+    scatter,
+    shapes,
+    stable,
+)
+
+__all__ = [
+    "arithmetic",
+    "complex_numbers",
+    "functional",
+    "grouped_products",
+    "indexing",
+    "queries",
+    "recurrent",
+    "reductions",
+    "refused",
+    "scans",
+    "scatter",
+    "shapes",
+    "stable",
+]

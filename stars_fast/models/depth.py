@@ -1,0 +1,168 @@
+"""How many turns each micro-batch gets: the clipped depth laws of the paper.
+
+A depth is a pure function of (seed, step, micro-batch), so every rank draws the same one without
+talking to the others, and a resumed run repeats the same ones without saving a generator.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy import special
+
+from stars_fast.base.checks import check_integer, check_types
+
+LAWS = ("lognormal", "poisson", "uniform", "fixed")
+
+
+@dataclass(frozen=True)
+class DepthLaw:
+    """A law of the number of turns, an integer in [low, high].
+
+    law: lognormal, poisson, uniform or fixed.
+    mu: of lognormal, mean of the logarithm.
+    sigma: of lognormal, standard deviation of the logarithm.
+    rate: of poisson, its mean before clipping.
+    value: of fixed, the number of turns.
+    low: smallest number of turns.
+    high: largest number of turns.
+    stratified: spread the depths of a step's micro-batches over the law.
+    curriculum_start: mean number of turns at the first step, where there is a curriculum.
+    curriculum_steps: steps over which the mean rises linearly to that of the law; 0 for none.
+
+    "lognormal" is exp(mu + sigma z), z standard normal, rounded to the nearest integer and then
+    clipped to [low, high]. (Rounding is what the published code does; mu 1.7, sigma 0.4, [1, 16]
+    then has the mean of 5.92 turns that the paper states.) "poisson" is a Poisson draw clipped
+    likewise, "uniform" every integer from low to high alike, both included.
+
+    With `stratified` the micro-batches of one step get depths from different strata of the law,
+    so that a step's mean depth varies less; each one alone still follows the law exactly.
+
+    A curriculum multiplies the depths by mean(step) / mean, rounds up or down at random so that
+    their mean is kept, and clips to [low, high].
+
+    Raises ValueError that names the first field that is out of range.
+    """
+
+    law: str = "lognormal"
+    mu: float = 1.7
+    sigma: float = 0.4
+    rate: float = 5.0
+    value: int = 4
+    low: int = 1
+    high: int = 16
+    stratified: bool = False
+    curriculum_start: float = 1.0
+    curriculum_steps: int = 0
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.law not in LAWS:
+            raise ValueError(f"law must be one of {LAWS}, got {self.law!r}")
+        for name in ("low", "high", "value"):
+            check_integer(name, getattr(self, name), 1)
+        if self.high < self.low:
+            raise ValueError(f"high must be at least low={self.low}, got {self.high}")
+        if not math.isfinite(self.mu):
+            raise ValueError(f"mu must be finite, got {self.mu!r}")
+        for name in ("sigma", "rate"):
+            number = getattr(self, name)
+            if not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} must be positive and finite, got {number!r}")
+        check_integer("curriculum_steps", self.curriculum_steps, 0)
+        if self.curriculum_steps and self.law == "fixed":
+            raise ValueError("curriculum_steps must be 0 for a fixed law")
+        if not 1.0 <= self.curriculum_start < math.inf:
+            raise ValueError(f"curriculum_start must be at least 1, got {self.curriculum_start!r}")
+        if self.law == "fixed" and not self.low <= self.value <= self.high:
+            raise ValueError(
+                f"value must be in [low, high] = [{self.low}, {self.high}], got {self.value}"
+            )
+
+    @cached_property
+    def _cumulative(self) -> np.ndarray:
+        """P(depth <= k) for k = 0..high."""
+        k = np.arange(self.high + 1)
+        if self.law == "lognormal":
+            below = special.ndtr((np.log(k + 0.5) - self.mu) / self.sigma)
+        elif self.law == "poisson":
+            below = special.pdtr(k, self.rate)
+        elif self.law == "uniform":
+            below = (k - self.low + 1) / (self.high - self.low + 1)
+        else:
+            below = (k >= self.value).astype(float)
+        below = np.where(k < self.low, 0.0, below)
+        below[-1] = 1.0
+        return below
+
+    def pmf(self, depth: int) -> float:
+        """Probability of exactly `depth` turns, clipping included."""
+        if not self.low <= depth <= self.high:
+            return 0.0
+        return float(self._cumulative[depth] - self._cumulative[depth - 1])
+
+    def mean(self) -> float:
+        """Exact mean of the clipped law, in turns."""
+        return float(1 + np.sum(1 - self._cumulative[1:]))
+
+    def _shrink(self, step: int) -> float:
+        """What the curriculum multiplies the depths of `step` by, at most 1."""
+        if step >= self.curriculum_steps:
+            return 1.0
+        mean = self.mean()
+        start = min(self.curriculum_start, mean)
+        return (start + (mean - start) * step / self.curriculum_steps) / mean
+
+    def chances(self, step: int) -> list[tuple[int, float]]:
+        """The possible depths of `step` with their probabilities."""
+        if self.law == "fixed":
+            return [(self.value, 1.0)]
+        shrink = self._shrink(step)
+        found: dict[int, float] = {}
+        for depth in range(self.low, self.high + 1):
+            whole, part = divmod(depth * shrink, 1.0)
+            for turns, share in ((int(whole), 1.0 - part), (int(whole) + 1, part)):
+                if share > 0:
+                    turns = min(max(turns, self.low), self.high)
+                    found[turns] = found.get(turns, 0.0) + share * self.pmf(depth)
+        return sorted(found.items())
+
+    @property
+    def span(self) -> int | tuple[int, int]:
+        """The fixed number of turns, or the fewest and most of 98 % of the law."""
+        return self.value if self.law == "fixed" else (self.quantile(0.01), self.quantile(0.99))
+
+    def quantile(self, u: float) -> int:
+        """Smallest depth with P(depth' <= depth) > u, for u in [0, 1).
+
+        Raises ValueError for another `u`.
+        """
+        if not 0 <= u < 1:
+            raise ValueError(f"u must be in [0, 1), got {u!r}")
+        return int(np.searchsorted(self._cumulative, u, side="right"))
+
+    def sample(self, seed: int, step: int, micro: int = 0, window: int = 1) -> int:
+        """Turns of micro-batch `micro` of the `window` micro-batches of optimiser step `step`.
+
+        A pure function of its arguments: the uniforms of a step are the Philox stream with key
+        (seed, step). Stratified, micro-batch j takes the stratum p(j) of `window` equal ones, p a
+        random permutation: u_j = (p(j) + U_j) / window is uniform by itself.
+
+        Raises ValueError if `seed` or `step` is negative, or `micro` is not in 0..window-1.
+        """
+        check_integer("seed", seed, 0)
+        check_integer("step", step, 0)
+        check_integer("window", window, 1)
+        check_integer("micro", micro, 0)
+        if micro >= window:
+            raise ValueError(f"micro must be below window={window}, got {micro}")
+        rng = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
+        u = rng.random(window)
+        if self.stratified:
+            u = (rng.permutation(window) + u) / window
+        depth = self.quantile(float(u[micro]))
+        shrink = self._shrink(step)
+        if shrink < 1.0:
+            depth = math.floor(depth * shrink + rng.random(window)[micro])
+        return min(max(depth, self.low), self.high)
