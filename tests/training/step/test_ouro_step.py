@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import relative_error
+from oracle import relative_error
 from ouro_runs import ouro_run
 
 from stars_fast.data import IGNORE
