@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from stars_fast.training.run.checkpoint import checkpoints, latest, saved_tensors
+from stars_fast.base.checkpoints import checkpoints, latest, saved_tensors
 from stars_fast.training.run.metrics import read_metrics
 
 TIMES = ("tokens_per_second", "memory_gib", "mfu")

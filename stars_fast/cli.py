@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser(
         "export",
-        help="write an Ouro run as a checkpoint in the public layout",
+        help="write a run as a checkpoint, of Ouro in the public layout",
         description="Weights, configuration, generation settings, tokenizer and chat template, as "
         "transformers and vLLM read them.",
     )
@@ -147,9 +147,10 @@ def _train(words: list[str]) -> int:
 def _check_resume(path: str) -> None:
     """Raises ConfigError for a folder that holds nothing to continue."""
     from stars_fast.base.errors import ConfigError
-    from stars_fast.training.run.folder import RunFolder
+    from stars_fast.base.run_folder import RunFolder
+    from stars_fast.training.run.folder import nothing_to_resume
 
-    if reason := RunFolder(path).nothing_to_resume():
+    if reason := nothing_to_resume(RunFolder(path)):
         raise ConfigError(reason)
 
 
@@ -213,7 +214,7 @@ def _export(args: argparse.Namespace) -> int:
     import torch
 
     from stars_fast.base.errors import ConfigError
-    from stars_fast.models.ouro.export import export_run
+    from stars_fast.models.export import export_run
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     try:

@@ -13,11 +13,11 @@ from stars_fast.analysis.summary import number
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.base.files import write_text
 from stars_fast.base.machine import describe
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.looped import LoopedLM
 from stars_fast.training.addition import load_model
-from stars_fast.training.run.folder import RunFolder
 from stars_fast.training.run.metrics import read_metrics
 
 DEEPEST = 100

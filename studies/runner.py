@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base import tree
+from stars_fast.base.checkpoints import latest
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.training.config import load_config, save_config
-from stars_fast.training.run.checkpoint import SaveError, latest
-from stars_fast.training.run.folder import MAY_CHANGE, RunFolder
+from stars_fast.training.run.checkpoint import SaveError
+from stars_fast.training.run.folder import MAY_CHANGE
 from stars_fast.training.run.trainer import TrainingFailure, train
 from stars_fast.training.scale.distributed import World
 from studies.definition import StudyRun

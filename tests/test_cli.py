@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from stars_fast.cli import main
-from stars_fast.training import addition
+from stars_fast.models.families import looped_lm
 from stars_fast.training.run import trainer
 
 RECIPE = """\
@@ -92,8 +92,8 @@ def test_mistakes_exit_with_2_and_one_message(here, capsys, words, message):
 
 
 def test_a_failed_run_exits_with_1(here, capsys, monkeypatch):
-    real = addition.token_loss
-    monkeypatch.setattr(addition, "token_loss", lambda *args: real(*args) * float("nan"))
+    real = looped_lm.token_loss
+    monkeypatch.setattr(looped_lm, "token_loss", lambda *args: real(*args) * float("nan"))
     assert main(["train", "tiny.yaml", "--max_nonfinite", "2"]) == 1
     assert "was not finite" in capsys.readouterr().err
 

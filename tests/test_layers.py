@@ -18,28 +18,14 @@ rows
 """Lowest first."""
 
 DEBTS = {
-    ("analysis.measure", "training.step.batches"),
-    ("analysis.measure", "training.step.loop"),
     ("analysis.singular", "rows"),
     ("analysis.spectrum", "rows"),
     ("analysis.subjects", "training.addition"),
-    ("analysis.subjects", "training.chats"),
     ("analysis.subjects", "training.config"),
-    ("analysis.subjects", "training.ouro"),
-    ("analysis.subjects", "training.run.folder"),
-    ("analysis.subjects", "training.step.batches"),
-    ("analysis.subjects", "training.step.loop"),
-    ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
-    ("data.chat", "models.ouro.tiny"),
-    ("evaluation.loading", "training.config"),
-    ("evaluation.loading", "training.run.folder"),
     ("evaluation.validation", "training.scale.distributed"),
-    ("evaluation.validation", "training.step.batches"),
     ("evaluation.validation", "training.step.step"),
     ("jsrr", "rows"),
-    ("models.ouro.export", "training.run.checkpoint"),
-    ("models.ouro.export", "training.run.folder"),
     ("training.step.losses", "rows"),
 }
 """Edges between floors that lead upward."""
@@ -49,10 +35,6 @@ TANGLED = {
     "models.looped",
     "models.ouro.attention",
     "models.ouro.layers",
-    "models.ouro.causal_lm",
-    "models.ouro.exits",
-    "models.ouro.export",
-    "models.ouro.model",
 }
 """Modules in circles."""
 

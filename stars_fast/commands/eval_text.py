@@ -14,16 +14,10 @@ import torch
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text, write_text
 from stars_fast.base.tables import right_aligned
-from stars_fast.evaluation.loading import (
-    ModelSource,
-    device_for,
-    find_model,
-    load_model,
-    load_tokenizer,
-    make_folder,
-)
+from stars_fast.evaluation.loading import device_for, make_folder
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.text_loss import TextLoss, text_loss
+from stars_fast.models.saved import ModelSource, find_model, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
     from stars_fast.base.plots import loss_against_turns
 
     make_folder(out)
-    sources = [find_model(path, options.step) for path in options.models]
+    sources = [find_model(path, options.step).need_causal_lm("--text") for path in options.models]
     names = labels_of({source.path: source.label for source in sources})
     texts = list(itertools.islice(read_texts(options), options.limit))
     found = {names[source.path]: _loss_of(source, texts, options) for source in sources}

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from stars_fast.base.checks import check_integer
+from stars_fast.data.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -254,8 +255,6 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
         template = tokenizer.get_chat_template()
         assert isinstance(template, str)
         return template
-    from stars_fast.models.ouro.tiny import CHAT_TEMPLATE, SPECIAL_TOKENS
-
     if missing := sorted(set(SPECIAL_TOKENS[1:]) - set(tokenizer.get_vocab())):
         raise ValueError(
             f"tokenizer must have a chat template, or the tokens of ChatML for the usual one; it "

@@ -30,7 +30,7 @@ from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
 from stars_fast.models.ouro.config import check_config  # noqa: E402
-from stars_fast.models.ouro.exits import TurnCount  # noqa: E402
+from stars_fast.models.ouro.turn_count import TurnCount  # noqa: E402
 
 
 @register_model("stars_fast")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from stars_fast.base.optional import need
-from stars_fast.evaluation.loading import ModelSource, device_for, load_model, load_tokenizer
+from stars_fast.evaluation.loading import device_for
 from stars_fast.evaluation.sweep_options import SweepOptions
+from stars_fast.models.saved import ModelSource, load_model, load_tokenizer
 
 BATCH = 16
 """Sequences in a forward pass by default."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base.files import write_text
-from stars_fast.evaluation.loading import ModelSource, device_for
+from stars_fast.evaluation.loading import device_for
 from stars_fast.evaluation.sweep_options import SweepOptions
+from stars_fast.models.saved import ModelSource
 
 PACKAGES = ("stars-fast", "torch", "transformers", "lm-eval", "math-verify", "datasets")
 

@@ -23,10 +23,10 @@ from stars_fast.base.machine import version_of
 from stars_fast.evaluation import answers
 from stars_fast.evaluation.benchmarks import OpenTask
 from stars_fast.evaluation.harness import RESAMPLES, SEED, figures, judge
-from stars_fast.evaluation.loading import ModelSource
 from stars_fast.evaluation.recording import Journal
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.adaptive import Per
+from stars_fast.models.saved import ModelSource
 
 SCORING = ("process_results", "metric_list", "filter_list", "doc_to_target", "should_decontaminate")
 """Fields of a task that its requests do not depend on."""

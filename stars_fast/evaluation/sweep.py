@@ -15,12 +15,13 @@ from typing import Any
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.evaluation.benchmarks import OpenTask, open_tasks
-from stars_fast.evaluation.loading import ModelSource, find_model, make_folder
+from stars_fast.evaluation.loading import make_folder
 from stars_fast.evaluation.native_model import NativeModel
 from stars_fast.evaluation.report import Result, labels_of, write_report
 from stars_fast.evaluation.setting import Setting, evaluate_setting
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.evaluation.vllm_model import VllmModel
+from stars_fast.models.saved import ModelSource, find_model
 
 CUT_WARNING = 0.05
 """Share of generations ended by the cap above which a score is not to be trusted."""
@@ -34,7 +35,7 @@ def run_sweep(options: SweepOptions) -> list[Result]:
     Raises ConfigError for a mistake in the options, or a folder of other generations.
     """
     _check(options)
-    sources = [find_model(path, options.step) for path in options.models]
+    sources = [find_model(path, options.step).need_causal_lm("--tasks") for path in options.models]
     names = labels_of({source.path: source.label for source in sources})
     tasks = open_tasks(options.tasks, options.data, options.cap, options.shots)
     out = Path(options.out) if options.out else default_out(options.models[0])

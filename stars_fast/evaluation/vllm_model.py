@@ -11,9 +11,9 @@ import torch
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.data.chat import MESSAGE_END
-from stars_fast.evaluation.loading import ModelSource, load_tokenizer
 from stars_fast.evaluation.recording import Recording
 from stars_fast.evaluation.sweep_options import SweepOptions
+from stars_fast.models.saved import ModelSource, load_tokenizer
 
 BATCH = 256
 """Prompts handed to vLLM at once by default. It makes the batches of its passes itself; but what it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 EXPECTED = (
@@ -41,8 +42,11 @@ def check_exists(path: str | Path) -> None:
     raise ValueError(f"{path} does not exist: expected {EXPECTED}{near}")
 
 
-def check_folder(path: str | Path) -> None:
-    """Refuse a folder that holds no whole Ouro checkpoint; what is no folder is left alone.
+def check_folder(path: str | Path, types: Sequence[str] = ("ouro",)) -> None:
+    """Refuse a folder that holds no whole checkpoint; what is no folder is left alone.
+
+    Args:
+        types: `model_type` that its config.json may name.
 
     Raises:
         ValueError: it says what the folder holds instead, and the way out.
@@ -50,7 +54,7 @@ def check_folder(path: str | Path) -> None:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         return
-    reason = _reason(folder)
+    reason = _reason(folder, types)
     if reason:
         raise ValueError(f"{path} {reason}")
 
@@ -64,7 +68,7 @@ def not_loaded(path: str | Path, error: Exception) -> str:
     return f"{path} {where} ({why}); expected {EXPECTED}"
 
 
-def _reason(folder: Path) -> str | None:
+def _reason(folder: Path, types: Sequence[str]) -> str | None:
     if (folder / "adapter_config.json").exists():
         base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
         of = f" of {base}" if base else ""
@@ -84,7 +88,7 @@ def _reason(folder: Path) -> str | None:
         )
     files = sorted(each.name for each in folder.iterdir())
     if (folder / "config.json").exists():
-        return _unfit(folder, files)
+        return _unfit(folder, files, types)
     return f"{_content(folder, files)}: expected {EXPECTED}"
 
 
@@ -104,11 +108,13 @@ def _content(folder: Path, files: list[str]) -> str:
     return f"holds no config.yaml and no config.json ({', '.join(files[:6])})"
 
 
-def _unfit(folder: Path, files: list[str]) -> str | None:
+def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
     """What is wrong with a folder that has a config.json; None for nothing."""
     kind = _read(folder / "config.json").get("model_type")
-    if kind != "ouro":
-        return f"must be an Ouro model (model_type ouro in its config.json), got {kind!r}"
+    if kind not in types:
+        what = "an Ouro model" if types == ("ouro",) else "a looped model"
+        named = " or ".join(types)
+        return f"must be {what} (model_type {named} in its config.json), got {kind!r}"
     for index in (f"{name}.index.json" for name in _WEIGHTS):
         if index in files:
             shards = set(_read(folder / index).get("weight_map", {}).values())

@@ -9,25 +9,24 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stars_fast.base import tree
+from stars_fast.base.checkpoints import load_weights
 from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.seeds import derive
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer
+from stars_fast.data.batches import HostBatch
+from stars_fast.data.samples import Samples
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.models.families import family_named
+from stars_fast.models.families.looped_lm import FAMILY, LoopedSection
+from stars_fast.models.looped import LoopedLM
 from stars_fast.training.config import EvalConfig, RunConfig, load_config
-from stars_fast.training.run.checkpoint import load_weights
-from stars_fast.training.run.folder import RunFolder
 from stars_fast.training.run.task import Results
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.batches import HostBatch, MicroBatch
-from stars_fast.training.step.loop import Loop, Turn, matrix_weights
-from stars_fast.training.step.losses import token_loss
 from stars_fast.training.step.precision import parameter_dtype
-from stars_fast.training.step.samples import Samples
 
 FROM_DATA = ("model.vocab_size", "model.max_length")
 """Fields that follow from the data where a recipe does not give them."""
@@ -56,7 +55,7 @@ class Config(RunConfig):
     """
 
     precision: Literal["mixed", "float32", "bfloat16"] = "float32"
-    model: LoopedConfig
+    model: LoopedSection
     data: AdditionConfig = field(default_factory=AdditionConfig)
     eval: AdditionEvalConfig = field(default_factory=AdditionEvalConfig)
 
@@ -83,38 +82,6 @@ def config_from(mapping: Mapping[str, Any]) -> Config:
                 f"{getattr(config.model, name)}"
             )
     return config
-
-
-class LoopedLoop(Loop):
-    """A `LoopedLM` as the step calls it. Pads stand on the right, where causality hides them."""
-
-    def __init__(self, model: LoopedLM) -> None:
-        super().__init__()
-        self.model: LoopedLM = model
-
-    def prelude(self, tokens: Tensor) -> Tensor:
-        return self.model.prelude(tokens)
-
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
-        return self.model.block
-
-    def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        out = self.model.coda(h)
-        return token_loss(self.model.head, out, batch.positions, batch.labels) / count
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return [self.model.block]
-
-    def outside_block(self, supervised: float) -> float:
-        layers = matrix_weights(self.model.prelude_layers, self.model.coda_layers)
-        head = supervised * self.model.config.vocab_size * self.model.config.d_model
-        return (layers + head) / matrix_weights(self.model.block)
-
-    def turn_flops(self, lengths: list[int]) -> float:
-        config = self.model.config
-        attention = 2 * config.n_layers * config.d_model * sum(n * n for n in lengths)
-        return 2 * matrix_weights(self.model.block) * sum(lengths) + attention
 
 
 class Sums:
@@ -152,7 +119,7 @@ class Task:
         except (ValueError, OSError) as error:
             raise ConfigError(f"data: {error}") from error
         self.source = Sums(self.data)
-        self.loop = LoopedLoop(make_model(config).to(world.device))
+        self.loop = family_named(config.model.family).loop(make_model(config).to(world.device))
         self.guessing = math.log(config.model.vocab_size)
 
     @property
@@ -173,7 +140,8 @@ class Task:
         if not self.world.first or not self.config.eval.turns:
             return {}
         turns, limit = list(self.config.eval.turns), self.config.eval.limit
-        return {"accuracy": evaluate(self.loop.model, self.data, turns, limit)}
+        model: Any = self.loop.model
+        return {"accuracy": evaluate(model, self.data, turns, limit)}
 
     def tell(self, results: Results) -> list[str]:
         shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in results["accuracy"].items())
@@ -193,14 +161,7 @@ class Task:
 def make_model(config: Config) -> LoopedLM:
     """The model of `config` with its initial weights, a function of the seed, in the dtype that its
     precision keeps weights in."""
-    torch.manual_seed(derive(config.seed, "init"))
-    return _built(config)
-
-
-def _built(config: Config) -> LoopedLM:
-    model, dtype = LoopedLM(config.model), parameter_dtype(config.precision)
-    # Full precision is torch's default dtype.
-    return model if dtype == torch.float32 else model.to(dtype)
+    return FAMILY.start(config.model, parameter_dtype(config.precision), config.seed)[0]
 
 
 def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Config]:
@@ -215,6 +176,6 @@ def load_model(path: str | Path, step: int | None = None) -> tuple[LoopedLM, Con
     config = load_config(str(folder.config))
     if not isinstance(config, Config):
         raise ConfigError(f"{path} is a run of the task {config.task}, not of the addition study")
-    model = _built(config)
+    model = FAMILY.outline(folder)
     load_weights(folder.checkpoint(step), model)
     return model, config

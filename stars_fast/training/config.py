@@ -18,11 +18,11 @@ from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.optional import need
+from stars_fast.models.depth import DepthLaw
 from stars_fast.training.recipes import read_recipe
 from stars_fast.training.run.trackers import TRACKERS
 from stars_fast.training.scale.memory import MemoryConfig
 from stars_fast.training.scale.parallel import ParallelConfig
-from stars_fast.training.step.depth import DepthLaw
 from stars_fast.training.step.methods import METHODS
 from stars_fast.training.step.optim import OptimConfig
 from stars_fast.training.step.penalty import PenaltyConfig
@@ -234,9 +234,7 @@ class RunConfig:
     @property
     def trained_turns(self) -> int | tuple[int, int]:
         """The fixed number of turns, or the fewest and most of 98 % of the depth law."""
-        if self.depth.law == "fixed":
-            return self.depth.value
-        return self.depth.quantile(0.01), self.depth.quantile(0.99)
+        return self.depth.span
 
     def penalty_weight(self, step: int) -> float:
         """lambda at `step`, 0 for a method without a penalty."""

@@ -1,67 +1,31 @@
 """Fine-tuning of Ouro on chats as a task of the trainer."""
 
 import math
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from stars_fast.base import tree
 from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
+from stars_fast.data.batches import Source
 from stars_fast.data.chat import ChatDataConfig
+from stars_fast.data.documents import PackedChats, PaddedChats
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
-from stars_fast.models.folders import check_exists
-from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
-from stars_fast.training.chats import PackedChats, PaddedChats
+from stars_fast.models.families import family_named
+from stars_fast.models.families.ouro import FAMILY, OuroSection
 from stars_fast.training.config import EvalConfig, RunConfig
-from stars_fast.training.run.folder import RunFolder
 from stars_fast.training.run.task import Results
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.batches import MicroBatch, Source
-from stars_fast.training.step.loop import Loop, Turn, matrix_weights
 from stars_fast.training.step.precision import autocast, parameter_dtype
-from stars_fast.training.step.samples import Samples
 from stars_fast.training.step.step import root_of
-
-TINY = "tiny"
-"""The path that stands for a model which the package makes, with random weights."""
-
-
-@dataclass
-class ModelConfig:
-    """The model to start from.
-
-    path: hub id or folder of an Ouro checkpoint, or tiny for one that the package makes.
-    attention: of plain turns: sdpa, eager, flex_attention, or an installed kernel library by its
-        name in transformers, such as flash_attention_2. Turns with a tangent have their own.
-    gate: the exit gate: frozen, or ignored.
-    width: hidden size of a tiny model.
-    layers: layers of a tiny model.
-    """
-
-    path: str = "ByteDance/Ouro-1.4B"
-    attention: str = "sdpa"
-    gate: str = "frozen"
-    width: int = 64
-    layers: int = 2
-
-    def __post_init__(self) -> None:
-        if self.gate not in ("frozen", "ignored"):
-            raise ValueError(
-                f"gate must be frozen or ignored (training it is not part of STARS), got "
-                f"{self.gate!r}"
-            )
-        for name in ("width", "layers"):
-            check_integer(name, getattr(self, name), 1)
-        if self.width % 16:
-            raise ValueError(f"width must be a multiple of 16, got {self.width}")
 
 
 @dataclass
@@ -88,7 +52,7 @@ class OuroEvalConfig(EvalConfig):
 class Config(RunConfig):
     """A run that trains Ouro."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: OuroSection = field(default_factory=OuroSection)
     data: ChatDataConfig
     eval: OuroEvalConfig = field(default_factory=OuroEvalConfig)
 
@@ -108,43 +72,6 @@ def config_from(mapping: Mapping[str, Any]) -> Config:
     return tree.build(Config, mapping)
 
 
-class OuroLoop(Loop):
-    """An `OuroForCausalLM` as the step calls it. Pads stand on the right, where causality hides
-    them without a mask."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model: Any = model
-
-    def prelude(self, tokens: Tensor) -> Tensor:
-        return self.model.model.embed_tokens(tokens)
-
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
-        model = self.model.model
-        context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
-        return lambda x: model.turn(x, context)
-
-    def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        rows = h.flatten(0, 1).index_select(0, batch.positions)
-        weight = self.model.lm_head.weight
-        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        return list(self.model.model.layers)
-
-    def outside_block(self, supervised: float) -> float:
-        config = self.model.config
-        head = supervised * config.vocab_size * config.hidden_size
-        return head / matrix_weights(*self.layers)
-
-    def turn_flops(self, lengths: list[int]) -> float:
-        config = self.model.config
-        width = config.num_attention_heads * config.head_dim
-        attention = 2 * config.num_hidden_layers * width * sum(n * n for n in lengths)
-        return 2 * matrix_weights(*self.layers) * sum(lengths) + attention
-
-
 class Task:
     """What a run trains, on what, and how it is judged."""
 
@@ -156,7 +83,7 @@ class Task:
             self._check_tasks()
         model, self.tokenizer = world.together(lambda: load(config))
         self.source, self.validation = self._data()
-        self.loop = OuroLoop(model.to(world.device).train())
+        self.loop = family_named(config.model.family).loop(model.to(world.device).train())
         self.guessing = math.log(model.config.vocab_size)
 
     def _check_tasks(self) -> None:
@@ -208,9 +135,7 @@ class Task:
 
     def write(self, folder: RunFolder) -> None:
         """What makes weights a model: configuration and tokenizer."""
-        from stars_fast.models.ouro.export import write_base
-
-        write_base(self.loop.model, self.tokenizer, folder.path)
+        FAMILY.keep(self.loop.model, self.tokenizer, folder.model)
 
     def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         """The validation loss, and lm-eval's metrics, by number of turns."""
@@ -262,37 +187,4 @@ class Task:
 
 def load(config: Config) -> tuple[Any, Any]:
     """The model in the dtype of its parameters, on the CPU, and its tokenizer."""
-    if config.model.path != TINY:
-        return _load(config, config.model.path)
-    from stars_fast.models.ouro.tiny import write_tiny_ouro
-
-    with tempfile.TemporaryDirectory() as folder:
-        write_tiny_ouro(
-            folder,
-            seed=derive(config.seed, "init") % 2**32,
-            hidden_size=config.model.width,
-            intermediate_size=2 * config.model.width,
-            num_hidden_layers=config.model.layers,
-            remote_code=False,
-        )
-        return _load(config, folder)
-
-
-def _load(config: Config, path: str) -> tuple[Any, Any]:
-    from transformers import AutoTokenizer
-
-    from stars_fast.models.ouro import OuroForCausalLM
-
-    try:
-        check_exists(path)
-        model = OuroForCausalLM.from_pretrained(
-            path,
-            dtype=parameter_dtype(config.precision),
-            attn_implementation=config.model.attention,
-            gate=config.model.gate,
-        )
-        return model, AutoTokenizer.from_pretrained(path)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {path}, model.attention {config.model.attention}: {error}"
-        ) from error
+    return FAMILY.start(config.model, parameter_dtype(config.precision), config.seed)

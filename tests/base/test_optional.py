@@ -49,7 +49,6 @@ NEEDED = {
             "train ouro-tiny --steps 1 --report_to none",
             "bench step",
             OURO,
-            "stars_fast.models.ouro.export",
         ],
     ),
     "lm_eval": (

@@ -12,7 +12,7 @@ from benchmarks import published, step
 from benchmarks.step_cases import CASES, Case
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.workload import LAW, MICROS, balanced_depths
-from stars_fast.training.step.depth import DepthLaw
+from stars_fast.models.depth import DepthLaw
 from stars_fast.training.step.jacobian import penalty_factor
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from stars_fast.models.ouro.tiny import train_tokenizer, write_tokenizer
+from stars_fast.data.tiny_tokenizer import train_tokenizer, write_tokenizer
 
 CHATML_MARKED = (
     "{%- for message in messages -%}"

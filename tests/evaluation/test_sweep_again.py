@@ -10,8 +10,9 @@ import pytest
 from benchmark_data import SUMS, row_of, write_all, write_rows
 
 from stars_fast.cli import main
-from stars_fast.evaluation import loading, setting
+from stars_fast.evaluation import setting
 from stars_fast.evaluation.benchmarks import BENCHMARKS, open_tasks
+from stars_fast.models.saved import find_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -203,7 +204,7 @@ def test_a_model_of_the_hub_is_told_by_its_revision(checkpoint, tmp_path, monkey
         (cached / "refs" / "main").write_text(revision)
         for file in checkpoint.iterdir():
             (snapshot / file.name).write_bytes(file.read_bytes())
-        found.append(loading.find_model("lab/tiny", None).identity)
+        found.append(find_model("lab/tiny", None).identity)
     assert found == [{"hub": "lab/tiny", "revision": letter * 40} for letter in "ab"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dual_reference import KeepDouble, relative_error
+from oracle import KeepDouble, relative_error
 from ouro_models import checkpoint, model
 from penalised import (
     Gradients,
@@ -25,7 +25,7 @@ from torch import nn
 from two_processes import train as two_steps
 
 from stars_fast.integrations.transformers import JacobianPenalty
-from stars_fast.training.step.depth import DepthLaw
+from stars_fast.models.depth import DepthLaw
 from stars_fast.training.step.penalty import PenaltyConfig
 
 LAW = DepthLaw(high=5)

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from stars_fast.cli import main
+from stars_fast.models.export import export_run
+from stars_fast.models.families.ouro import FAMILY
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM, OuroModel
-from stars_fast.models.ouro.export import export_run, write_base
 from stars_fast.training.run.checkpoint import Checkpoints
 from stars_fast.training.scale.distributed import World
 
@@ -317,7 +318,7 @@ def save(folder, step, net):
 def run(tmp_path):
     """A run folder as the trainer writes it: a base and two checkpoints."""
     net, folder = model(torch.float32), tmp_path / "run"
-    write_base(net, AutoTokenizer.from_pretrained(checkpoint()), folder)
+    FAMILY.keep(net, AutoTokenizer.from_pretrained(checkpoint()), folder / "model")
     for step in (3, 7):
         with torch.no_grad():
             net.lm_head.weight.mul_(2)
@@ -350,7 +351,7 @@ def test_an_earlier_step_and_another_dtype(run, tmp_path):
 
 def test_a_run_with_tied_embeddings_is_exported(tmp_path):
     net, folder = model(torch.float32, tie_word_embeddings=True), tmp_path / "run"
-    write_base(net, None, folder)
+    FAMILY.keep(net, None, folder / "model")
     save(folder, 1, net)
     export_run(folder, tmp_path / "out")
     again = OuroForCausalLM.from_pretrained(tmp_path / "out")

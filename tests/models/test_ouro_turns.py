@@ -10,7 +10,8 @@ from ouro_models import checkpoint, greedy, model, tokens
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from stars_fast.models.ouro import OuroCache, OuroConfig, OuroForCausalLM, count_turns
-from stars_fast.models.ouro.exits import TurnCount, exit_turns, gate_logits
+from stars_fast.models.ouro.exits import exit_turns, gate_logits
+from stars_fast.models.ouro.turn_count import TurnCount
 
 GQA = {"num_key_value_heads": 2}
 

@@ -8,13 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from stars_fast.models.ouro.tiny import (
-    SPECIAL_TOKENS,
-    random_weights,
-    train_tokenizer,
-    weight_shapes,
-    write_tiny_ouro,
-)
+from stars_fast.data.tiny_tokenizer import SPECIAL_TOKENS, train_tokenizer
+from stars_fast.models.ouro.tiny import random_weights, weight_shapes, write_tiny_ouro
 
 LAYER = {
     "self_attn.q_proj": (32, 32),

@@ -8,9 +8,9 @@ import torch
 
 from stars_fast.analysis.krylov import Radius
 from stars_fast.analysis.spectrum import settled_radius, spectral_radius
+from stars_fast.base.checkpoints import METADATA, STATE
 from stars_fast.data.addition import AdditionConfig, AdditionData
 from stars_fast.models.looped import LoopedConfig, LoopedLM
-from stars_fast.training.run.checkpoint import METADATA, STATE
 from studies import judging
 from studies.judging import judge
 

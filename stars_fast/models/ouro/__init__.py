@@ -15,8 +15,8 @@ with quiet_import():
     from stars_fast.models.ouro.cache import OuroCache
     from stars_fast.models.ouro.causal_lm import OuroForCausalLM
     from stars_fast.models.ouro.config import OuroConfig
-    from stars_fast.models.ouro.exits import count_turns
     from stars_fast.models.ouro.model import OuroModel
+    from stars_fast.models.ouro.turn_count import count_turns
 
 __all__ = ["OuroCache", "OuroConfig", "OuroForCausalLM", "OuroModel", "count_turns"]
 

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from stars_fast.models.adaptive import Per
 from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.export import drop_stale_weights, set_stop
+from stars_fast.models.ouro.loading import drop_stale_weights, set_stop
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel
 

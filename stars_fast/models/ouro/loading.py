@@ -1,10 +1,15 @@
-"""What a checkpoint must hold: exactly the weights of the model."""
+"""Checkpoints as they are read and written: exactly the weights, and where generation stops."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+# The end of a ChatML turn, `<|im_end|>`: the published tokenizers give it id 2, while eos, bos and
+# pad are all token 0.
+IM_END = 2
 _GATE = "early_exit_gate."
 
 
@@ -30,6 +35,27 @@ def check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
         raise ValueError(
             f"{source}: the checkpoint does not fit the model: " + "; ".join(filter(None, problems))
         )
+
+
+def drop_stale_weights(folder: Path) -> None:
+    """A folder that now holds shards may hold the one file of an earlier save, which readers would
+    take first: remove it."""
+    index = folder / "model.safetensors.index.json"
+    whole = folder / "model.safetensors"
+    if index.exists() and whole.exists() and index.stat().st_mtime > whole.stat().st_mtime:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        if whole.name not in named:
+            whole.unlink()
+
+
+def set_stop(model: Any) -> None:
+    """Let generation stop at the end of a ChatML turn, where the settings know no other stop than
+    the published token 0. What names its stops otherwise is left as it is."""
+    generation = getattr(model, "generation_config", None)  # a model without a head has none
+    if generation is None or model.config.vocab_size <= IM_END:
+        return
+    if generation.eos_token_id in (None, 0):
+        generation.eos_token_id = [IM_END, 0]
 
 
 def _listed(what: str, keys: Iterable[str]) -> str:

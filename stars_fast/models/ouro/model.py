@@ -18,15 +18,9 @@ from stars_fast.models.folders import check_folder
 from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context
-from stars_fast.models.ouro.exits import (
-    exit_turns,
-    gate_logits,
-    pick_states,
-    turns_and_threshold,
-)
-from stars_fast.models.ouro.export import set_stop
+from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, turns_and_threshold
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
-from stars_fast.models.ouro.loading import check_loaded
+from stars_fast.models.ouro.loading import check_loaded, set_stop
 from stars_fast.models.ouro.rotary import Rotary
 
 # What transformers passes along to any model, and has no meaning or no effect here.

@@ -1,14 +1,11 @@
 """Checkpoints of a run: written by all its processes beside the training, complete or not there.
 
-Part of a checkpoint is a pickle, as PyTorch's distributed checkpoints are: load only those of runs
-that you trust.
+`base.checkpoints` reads them.
 """
 
 import io
-import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,17 +14,27 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+from stars_fast.base.checkpoints import (
+    STATE,
+    check_fit,
+    checkpoints,
+    damaged_checkpoint,
+    failure_reason,
+    hush_one_process,
+    named_tensors,
+    parameters_of,
+    read_metadata,
+    read_tensors,
+    weights_of,
+)
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import sync
 from stars_fast.training.scale.distributed import World
 
-METADATA, STATE = ".metadata", "state.pt"
-_NAME = re.compile(r"step-(\d+)")
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+_OPTIMIZER = "optimizer."
 _HOW = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Entries of a param group that are not restored: what it is over, and how a step is computed."""
 
@@ -77,8 +84,8 @@ class Checkpoints:
             TypeError: the model or the optimiser holds state that is not a tensor.
         """
         self.wait()
-        tensors = _weights(model)
-        for name, parameter in _parameters(model).items():
+        tensors = weights_of(model)
+        for name, parameter in parameters_of(model).items():
             tensors |= _slots(name, optimizer.state.get(parameter, {}))
         staged = {
             # What all processes hold whole is shared out among them
@@ -104,7 +111,7 @@ class Checkpoints:
         if error is not None:
             raise SaveError(
                 f"the checkpoint of step {step} in {self.folder} could not be written: "
-                f"{_reason(error)}"
+                f"{failure_reason(error)}"
             ) from error
 
     def load(
@@ -126,20 +133,20 @@ class Checkpoints:
             ConfigError: the checkpoint does not fit, in a name, shape or dtype, or is damaged.
         """
         self.wait()
-        saved = _metadata(path)
-        targets = _weights(model)
+        saved = read_metadata(path)
+        targets = weights_of(model)
         # Most optimisers make their state in the first step. This call has one without state take
         # a step with zero gradients at learning rate zero; all that it may move is loaded below.
         get_optimizer_state_dict(model, optimizer)
-        for name, parameter in _parameters(model).items():
+        for name, parameter in parameters_of(model).items():
             slots = _slots(name, optimizer.state.get(parameter, {}))
             if slots.keys().isdisjoint(saved.state_dict_metadata):
                 optimizer.state.pop(parameter, None)  # it has had no gradient yet
             else:
                 targets |= slots
-        _check(path, targets, saved, saved.state_dict_metadata, exact=True)
+        check_fit(path, targets, saved, saved.state_dict_metadata, exact=True)
         rest = _rest(path)
-        _read(path, targets, self._group)
+        read_tensors(path, targets, self._group)
         _restore_groups(path, model, optimizer, rest["groups"])
         return rest["state"]
 
@@ -148,7 +155,7 @@ class Checkpoints:
         path, temporary = self.folder / f"step-{step:06d}", self.folder / f"writing-{step:06d}"
         if self._first(lambda: self._begin(step, path)):
             return
-        _quiet()
+        hush_one_process()
         writer = dcp.FileSystemWriter(temporary, sync_files=True)
         dcp.save(
             tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None
@@ -193,90 +200,14 @@ class Checkpoints:
         return outcome[0]
 
 
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in `folder` by step."""
-    found = {}
-    for path in folder.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path / METADATA).is_file() and (path / STATE).is_file():
-            found[int(match.group(1))] = path
-    return found
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`, None if there is none."""
-    found = checkpoints(folder)
-    return found[max(found)] if found else None
-
-
-def load_weights(path: Path, model: nn.Module) -> None:
-    """Load the weights of the checkpoint at `path` into `model`; devices and dtypes stay its own.
-
-    One process reads for itself, and needs no process group.
-
-    Raises:
-        ConfigError: the checkpoint does not fit the model, in a name or shape, or is damaged.
-    """
-    saved = _metadata(path)
-    weights = _weights(model)
-    names = [name for name in saved.state_dict_metadata if name.startswith(_MODEL)]
-    _check(path, weights, saved, names, exact=False)
-    _read(path, weights, None)
-
-
-def saved_tensors(path: Path) -> dict[str, Tensor]:
-    """Everything but the small state of the checkpoint at `path`, on the CPU: weights as
-    "model.NAME", the optimiser's as "optimizer.NAME.KEY".
-
-    Raises:
-        ConfigError: it is damaged.
-    """
-    tensors = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in _metadata(path).state_dict_metadata.items()
-        if isinstance(about, TensorStorageMetadata)
-    }
-    _read(path, tensors, None)
-    return tensors
-
-
-def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by name, as `get_model_state_dict` names them; a tied one by its first."""
-    return {_plain(name): parameter for name, parameter in model.named_parameters()}
-
-
-def _plain(name: str) -> str:
-    return name.replace("_orig_mod.", "")  # of a module inside `torch.compile`
-
-
-def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of `model`: references, not copies; a tied parameter once.
-
-    It brings an FSDP model into its shards, so it comes before `_parameters`.
-    """
-    weights = get_model_state_dict(model)
-    every = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every - _parameters(model).keys()
-    return _tensors(_MODEL, {name: weights[name] for name in weights if name not in tied})
-
-
 def _slots(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
     """What a checkpoint holds of the optimiser's `state` of one parameter: references."""
-    return _tensors(f"{_OPTIMIZER}{name}.", state)
-
-
-def _tensors(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(
-                f"{prefix}{name}: a checkpoint holds tensors alone, got {type(value).__name__}"
-            )
-    return {prefix + name: value for name, value in values.items()}
+    return named_tensors(f"{_OPTIMIZER}{name}.", state)
 
 
 def _groups(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The param groups, with the names of their parameters."""
-    names = {parameter: name for name, parameter in _parameters(model).items()}
+    names = {parameter: name for name, parameter in parameters_of(model).items()}
     return [
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
@@ -298,71 +229,8 @@ def _restore_groups(
                 group[key] = values[key]
 
 
-def _check(
-    path: Path, wanted: dict[str, Tensor], saved: Metadata, names: Iterable[str], exact: bool
-) -> None:
-    """Raise ConfigError unless `names`, in the checkpoint, are those of `wanted`, of their shapes
-    and with `exact` of their dtypes."""
-    entries = {name: saved.state_dict_metadata[name] for name in names}
-    other = []
-    for name in wanted.keys() & entries.keys():
-        there, here = entries[name], wanted[name]
-        if not isinstance(there, TensorStorageMetadata):
-            other.append(f"{name} (no tensor there)")
-        elif there.size != here.shape:
-            other.append(f"{name} ({list(there.size)} there, {list(here.shape)} here)")
-        elif exact and there.properties.dtype != here.dtype:
-            other.append(f"{name} ({there.properties.dtype} there, {here.dtype} here)")
-    found = (
-        ("missing", sorted(wanted.keys() - entries.keys())),
-        ("not expected", sorted(entries.keys() - wanted.keys())),
-        ("of another shape or dtype", sorted(other)),
-    )
-    problems = [f"{len(keys)} keys are {what}: {_some(keys)}" for what, keys in found if keys]
-    if problems:
-        raise ConfigError(f"{path} does not fit: " + "; ".join(problems))
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "")
-
-
-def _metadata(path: Path) -> Metadata:
-    try:
-        return dcp.FileSystemReader(path).read_metadata()
-    except Exception as error:  # a damaged pickle may raise anything
-        raise _damaged(path, error) from error
-
-
 def _rest(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path / STATE, map_location="cpu", weights_only=True)
     except Exception as error:  # as above
-        raise _damaged(path, error) from error
-
-
-def _read(path: Path, targets: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Fill `targets` in place; with `group`, an error on one process is one on all."""
-    _quiet()
-    reader = dcp.FileSystemReader(path)
-    try:
-        dcp.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
-    except dcp.CheckpointException as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: BaseException) -> ConfigError:
-    return ConfigError(f"{path} is damaged, or no checkpoint: {_reason(error)}")
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong first, without the tracebacks of all processes."""
-    if isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
-
-
-def _quiet() -> None:
-    """One process alone is meant, and no reason for a warning. For good: what a context of
-    `warnings` restores, it restores for all threads."""
-    warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+        raise damaged_checkpoint(path, error) from error

@@ -9,11 +9,15 @@ from typing import NamedTuple
 import torch
 
 from stars_fast.base import tree
+from stars_fast.base.checkpoints import latest
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.run_folder import RunFolder
+from stars_fast.data.batches import Batches, MicroBatch, Prefetch
+from stars_fast.data.samples import drawn_part
 from stars_fast.training.config import RunConfig, task_of
-from stars_fast.training.run.checkpoint import Checkpoints, SaveError, latest
+from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
-from stars_fast.training.run.folder import RunFolder
+from stars_fast.training.run.folder import open_run, reason_to_refuse, write_results
 from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.run.progress import Progress, banner
@@ -22,11 +26,9 @@ from stars_fast.training.run.trackers import check_trackers, open_trackers
 from stars_fast.training.scale.distributed import World, processes
 from stars_fast.training.scale.fit_memory import fit_memory
 from stars_fast.training.scale.parallel import parallelise
-from stars_fast.training.step.batches import Batches, MicroBatch, Prefetch
 from stars_fast.training.step.cost import step_cost
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.precision import rounding_warning
-from stars_fast.training.step.samples import drawn_part
 from stars_fast.training.step.schedule import beyond_the_end
 from stars_fast.training.step.step import Plan, StepLoss, plan_step, train_step
 
@@ -59,7 +61,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         trainer = Trainer(config, task, folder, world)
         trainer.begins_again = resume and folder.config.exists() and not trainer.step
         if world.first:
-            folder.open(config, world.size)
+            open_run(folder, config, world.size)
             task.write(folder)
         try:
             return trainer.run()
@@ -72,7 +74,7 @@ def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> N
 
     Raises ConfigError.
     """
-    refusal = folder.refusal(config, resume) if world.first else None
+    refusal = reason_to_refuse(folder, config, resume) if world.first else None
     if refusal:
         raise ConfigError(refusal)
     try:
@@ -339,7 +341,7 @@ class Trainer:
         if not self.world.first:
             return
         if results:
-            self.folder.write_results({"step": self.step, **results})
+            write_results(self.folder, {"step": self.step, **results})
             for line in self.task.tell(results):
                 self.progress.say(line)
         try:

@@ -1,26 +1,12 @@
-"""The token loss of a head that is called, and the step between adjacent states."""
+"""The step between adjacent states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.rows import Rows
-
-
-def token_loss(
-    head: Callable[[Tensor], Tensor], h: Tensor, positions: Tensor, labels: Tensor
-) -> Tensor:
-    """Summed cross entropy in nats over the supervised positions, a scalar; logits only there.
-
-    h [B, S, D] is the coda's output, `positions` [N] int64 the supervised places in h flattened
-    to [B * S, D], `labels` [N] int64 the token to predict at each.
-    """
-    logits = head(h.flatten(0, 1).index_select(0, positions))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, labels, reduction="sum")
 
 
 def adjacent_l2(

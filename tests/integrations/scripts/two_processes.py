@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from penalised import Gradients, StarsTrainer, arguments, documents, padded
 
+from stars_fast.models.depth import DepthLaw
 from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.training.scale.distributed import settle
-from stars_fast.training.step.depth import DepthLaw
 
 LENGTHS = (5, 8, 6, 9, 7, 5, 8, 4, 6, 9, 5, 7, 8, 6, 4, 7)
 

@@ -9,15 +9,10 @@ import torch
 from checkpointed import Net, adamw, advance, assert_same, everything
 from torch import nn
 
+from stars_fast.base.checkpoints import checkpoints, latest, load_weights
 from stars_fast.base.errors import ConfigError
 from stars_fast.training.run import checkpoint
-from stars_fast.training.run.checkpoint import (
-    Checkpoints,
-    SaveError,
-    checkpoints,
-    latest,
-    load_weights,
-)
+from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.scale.distributed import World
 
 ALONE = World(0, 1, torch.device("cpu"))

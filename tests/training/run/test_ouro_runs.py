@@ -11,8 +11,8 @@ import pytest
 import torch
 from ouro_runs import ouro_run, rows_of
 
+from stars_fast.base.checkpoints import checkpoints, saved_tensors
 from stars_fast.training.config import save_config
-from stars_fast.training.run.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from stars_fast import cli
+from stars_fast.base.checkpoints import latest, saved_tensors
 from stars_fast.training.config import save_config
 from stars_fast.training.ouro import Task
 from stars_fast.training.run import trainer
-from stars_fast.training.run.checkpoint import latest, saved_tensors
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.progress import Progress
 from stars_fast.training.run.trainer import train

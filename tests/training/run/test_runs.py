@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from stars_fast.base.checkpoints import checkpoints, saved_tensors
 from stars_fast.training.config import save_config
-from stars_fast.training.run.checkpoint import checkpoints, saved_tensors
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from stars_fast.base import tree
+from stars_fast.base.checkpoints import latest, saved_tensors
 from stars_fast.base.errors import ConfigError
 from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.training.addition import Config, LoopedLoop, load_model
-from stars_fast.training.run.checkpoint import latest, saved_tensors
+from stars_fast.models.families.looped_lm import LoopedLoop
+from stars_fast.training.addition import Config, load_model
 from stars_fast.training.run.trainer import train
 
 DTYPES = {  # of weights and averages, and of the states

@@ -6,11 +6,12 @@ import signal
 import pytest
 import torch
 
+from stars_fast.base.checkpoints import checkpoints, latest, saved_tensors
 from stars_fast.base.errors import ConfigError
-from stars_fast.training import addition
-from stars_fast.training.addition import LoopedLoop, Sums, load_model, make_model
+from stars_fast.models.families import looped_lm
+from stars_fast.models.families.looped_lm import LoopedLoop
+from stars_fast.training.addition import Sums, load_model, make_model
 from stars_fast.training.run import interrupt, trainer
-from stars_fast.training.run.checkpoint import checkpoints, latest, saved_tensors
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import TrainingFailure, train
 from stars_fast.training.step import step
@@ -89,8 +90,8 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     """The step's loss and gradient against the sum of the formula, written out."""
     from stars_fast import fused_jsrr
     from stars_fast.data.addition import AdditionData
-    from stars_fast.training.step.batches import Batches
-    from stars_fast.training.step.samples import sample_noise
+    from stars_fast.data.batches import Batches
+    from stars_fast.data.samples import sample_noise
 
     config = tiny(method="jsrr", penalty={"weight": 0.3})
     model = make_model(config)
@@ -115,12 +116,12 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(tiny, monkeypatch):
     calls = iter(range(100))
-    real = addition.token_loss
+    real = looped_lm.token_loss
 
     def token_loss(*args):
         return real(*args) * (float("nan") if next(calls) in (4, 5) else 1.0)
 
-    monkeypatch.setattr(addition, "token_loss", token_loss)  # micro-batches of steps 2 (both)
+    monkeypatch.setattr(looped_lm, "token_loss", token_loss)  # micro-batches of steps 2 (both)
     train_section = {"accumulation": 2, "save_every": 1, "keep": 0}
     config = tiny(train=train_section, memory={"recompute": "none"})
     folder = train(config).folder
@@ -135,15 +136,15 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(tiny, monkeypatch):
 
 def test_a_run_that_cannot_recover_stops_with_the_reason_and_its_weights(tiny, monkeypatch):
     config = tiny(train={"max_nonfinite": 3, "steps": 50})
-    real = addition.token_loss
-    monkeypatch.setattr(addition, "token_loss", lambda *args: real(*args) * float("inf"))
+    real = looped_lm.token_loss
+    monkeypatch.setattr(looped_lm, "token_loss", lambda *args: real(*args) * float("inf"))
     with pytest.raises(TrainingFailure, match=r"step 3: .* last 3 steps was not finite"):
         train(config)
     model, _ = load_model(config.out)
     initial = make_model(config)
     for one, other in zip(model.parameters(), initial.parameters(), strict=True):
         assert torch.equal(one, other)
-    monkeypatch.setattr(addition, "token_loss", real)
+    monkeypatch.setattr(looped_lm, "token_loss", real)
     assert train(config, resume=True).step == 50
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from stars_fast.training import addition
+from stars_fast.models.families import looped_lm
 from stars_fast.training.config import load_config
 from stars_fast.training.run import trainer
 
-real_loss, real_step = addition.token_loss, trainer.train_step
+real_loss, real_step = looped_lm.token_loss, trainer.train_step
 poisoned = False
 
 
@@ -38,7 +38,7 @@ def train_step(step_loss, optimizer, config, window, plan, world):
     return real_step(step_loss, optimizer, config, window, plan, world)
 
 
-addition.token_loss, trainer.train_step = token_loss, train_step
+looped_lm.token_loss, trainer.train_step = token_loss, train_step
 trainer.Trainer._draw = lambda *_: None  # figures take longer than these runs
 if int(os.environ["WORLD_SIZE"]) > 1:  # one group for all runs
     torch.distributed.init_process_group("gloo")

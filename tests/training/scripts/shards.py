@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from stars_fast.training.run.checkpoint import Checkpoints, SaveError, checkpoints
+from stars_fast.base.checkpoints import checkpoints
+from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.scale.distributed import World
 
 FSDP, HSDP = (2,), (2, 1)

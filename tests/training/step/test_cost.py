@@ -2,8 +2,8 @@ import random
 
 import pytest
 
+from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.looped import LoopedLM
-from stars_fast.training.addition import LoopedLoop
 from stars_fast.training.run.progress import banner, duration
 from stars_fast.training.step.cost import (
     DUAL_TURN,

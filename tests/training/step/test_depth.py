@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from stars_fast.training.step.depth import DepthLaw
+from stars_fast.models.depth import DepthLaw
 
 LAWS = {
     "ouro": DepthLaw("lognormal", mu=1.7, sigma=0.4, low=1, high=16),
@@ -105,7 +105,7 @@ def test_pure_function_across_processes_and_call_orders(stratified):
     arguments = [(seed, step, micro, 4) for seed in (0, 9) for step in (0, 5) for micro in range(4)]
     here = [law.sample(*a) for a in reversed(arguments)][::-1]
     program = (
-        "import json; from stars_fast.training.step.depth import DepthLaw;"
+        "import json; from stars_fast.models.depth import DepthLaw;"
         f"print(json.dumps([DepthLaw(stratified={stratified}).sample(*a) for a in {arguments}]))"
     )
     there = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

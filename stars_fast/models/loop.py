@@ -1,12 +1,16 @@
-"""What the training step asks of a looped model: prelude, turns, head."""
+"""A looped model as training, evaluation and analysis call it: prelude, turns, head."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stars_fast.training.step.batches import MicroBatch
-from stars_fast.training.step.samples import Samples
+from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import Samples
 
 Turn = Callable[[Tensor], Tensor]
 """One turn of the shared block on the samples of a micro-batch, h [B, S, D] -> [B, S, D]; a `Dual`
@@ -14,7 +18,10 @@ gives a `Dual`."""
 
 
 class Loop(ABC, nn.Module):
-    """A looped model as the step calls it. `model` holds the weights."""
+    """A looped model in its parts.
+
+    model: it holds the weights.
+    """
 
     model: nn.Module
 
@@ -25,6 +32,10 @@ class Loop(ABC, nn.Module):
     @abstractmethod
     def turn(self, h: Tensor, samples: Samples) -> Turn:
         """The turn for states of the shape, dtype and device of `h`, whose samples these are."""
+
+    @abstractmethod
+    def logits(self, h: Tensor) -> Tensor:
+        """h [B, S, D] after the last turn -> logits [B, S, V]."""
 
     @abstractmethod
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
@@ -49,3 +60,16 @@ class Loop(ABC, nn.Module):
 def matrix_weights(*modules: nn.Module) -> int:
     """Weights of the linear maps within."""
     return sum(p.numel() for module in modules for p in module.parameters() if p.dim() >= 2)
+
+
+def token_loss(
+    head: Callable[[Tensor], Tensor], h: Tensor, positions: Tensor, labels: Tensor
+) -> Tensor:
+    """Summed cross entropy in nats over the supervised positions, a scalar; logits only there.
+
+    h [B, S, D] is the coda's output, `positions` [N] int64 the supervised places in h flattened
+    to [B * S, D], `labels` [N] int64 the token to predict at each.
+    """
+    logits = head(h.flatten(0, 1).index_select(0, positions))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, labels, reduction="sum")

@@ -128,6 +128,11 @@ class DepthLaw:
                     found[turns] = found.get(turns, 0.0) + share * self.pmf(depth)
         return sorted(found.items())
 
+    @property
+    def span(self) -> int | tuple[int, int]:
+        """The fixed number of turns, or the fewest and most of 98 % of the law."""
+        return self.value if self.law == "fixed" else (self.quantile(0.01), self.quantile(0.99))
+
     def quantile(self, u: float) -> int:
         """Smallest depth with P(depth' <= depth) > u, for u in [0, 1).
 

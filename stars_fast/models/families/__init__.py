@@ -1,0 +1,224 @@
+"""The families of looped models: one file of this folder each, which defines `FAMILY`.
+
+A family knows its `model` section of a recipe, its checkpoints, and its models in parts (`Loop`).
+All that is above the models (training, evaluation, analysis, export) asks it, so that another
+family is one more file here. Files of families import quickly: what needs transformers is imported
+where it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.run_folder import RunFolder, names_of
+from stars_fast.models.folders import check_exists, check_folder, not_loaded
+from stars_fast.models.loop import Loop
+
+
+class Family(ABC):
+    """A kind of looped model.
+
+    Attributes:
+        title: its name for people.
+        model_type: what `config.json` of its checkpoints says.
+        section: the dataclass of a recipe's section `model`; its field `family` is the name of the
+            file.
+        packs: whether a turn keeps documents that follow each other in one row apart.
+        causal_lm: whether its models are causal language models of transformers with their turns
+            in the configuration, as lm-eval and `generate` of transformers take them.
+    """
+
+    title: ClassVar[str]
+    model_type: ClassVar[str]
+    section: ClassVar[type]
+    packs: ClassVar[bool] = False
+    causal_lm: ClassVar[bool] = False
+
+    @property
+    def name(self) -> str:
+        """That of its file, by which recipes know it."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Whether a checkpoint with this `config.json` is one of its own."""
+        return config.get("model_type") == self.model_type
+
+    def fitted(self, section: dict[str, Any], tokens: int | None, length: int) -> dict[str, Any]:
+        """The section `model` as a recipe gives it, with what follows from the data.
+
+        Args:
+            section: plain values; what they give stays.
+            tokens: token ids of data that bring their own; None where the model's tokenizer does.
+            length: most tokens of a row of the data.
+
+        Raises:
+            ConfigError: the section gives less than the data need.
+        """
+        return section
+
+    @abstractmethod
+    def start(self, section: Any, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
+        """The model that a training begins with, on the CPU, and its tokenizer, None without one.
+
+        Args:
+            section: of `Family.section`.
+            dtype: of its parameters.
+            seed: of the run; initial weights follow from it.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+
+    @abstractmethod
+    def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        """Write what a run's checkpoints of weights lack to be a model.
+
+        Args:
+            folder: `RunFolder.model`.
+        """
+
+    @abstractmethod
+    def outline(self, run: RunFolder) -> nn.Module:
+        """The model of a run, on the CPU, whose weights are still to be loaded."""
+
+    @abstractmethod
+    def load(self, path: str, dtype: torch.dtype | None) -> nn.Module:
+        """The model of a checkpoint folder or of the hub, on the CPU; `dtype` None is its own.
+
+        Raises:
+            OSError, ValueError: it can't be loaded, or holds other weights than the model.
+        """
+
+    def tokenizer(self, path: str) -> Any:
+        """The tokenizer, of transformers, of a folder or of the hub.
+
+        Raises:
+            OSError, ValueError: it has none.
+        """
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+
+    @abstractmethod
+    def loop(self, model: Any) -> Loop:
+        """The model in parts."""
+
+    @abstractmethod
+    def export(
+        self,
+        model: Any,
+        folder: Path,
+        *,
+        beside: str,
+        dtype: torch.dtype | None,
+        turns: int | None,
+        shard: str,
+    ) -> None:
+        """Write a checkpoint that `load` reads.
+
+        Args:
+            folder: it is made.
+            beside: where the model's other files are: the checkpoint, or a run's `RunFolder.model`.
+            dtype: of the weights; that of the model's configuration by default.
+            turns: to be written as those of the model; its own by default.
+            shard: most bytes of a file of weights, such as "5GB".
+
+        Raises:
+            ValueError: the family keeps no such number of turns.
+        """
+
+    @abstractmethod
+    def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
+        """Greedy continuation of prompts of one length, `turns` turns for every new token.
+
+        Args:
+            tokens: [B, S] int64.
+
+        Returns:
+            [B, S + N] int64, N <= `max_new_tokens`.
+        """
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Every family by name."""
+    names = sorted(module.name for module in iter_modules(__path__))
+    return {name: import_module(f"{__name__}.{name}").FAMILY for name in names}
+
+
+def family_named(name: str) -> Family:
+    """The family of a recipe's `model.family`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in families():
+        raise ConfigError(f"model.family must be one of {', '.join(families())}, got {name!r}")
+    return families()[name]
+
+
+def family_of(path: str | Path) -> Family:
+    """The family of a run folder, a checkpoint folder or a hub id.
+
+    Raises:
+        ConfigError: there is no model, or it is of no family.
+    """
+    run = RunFolder(path)
+    if run.config.exists():
+        return family_named(names_of(run.settings())[0])
+    types = tuple(each.model_type for each in families().values())
+    if not (run.model / "config.json").exists():
+        try:
+            check_exists(path)
+            check_folder(path, types)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    config = checkpoint_config(run.model if run.model.is_dir() else path)
+    for each in families().values():
+        if each.recognises(config):
+            return each
+    raise ConfigError(
+        f"{path} must be a looped model (model_type {' or '.join(types)} in its config.json), got "
+        f"{config.get('model_type')!r}"
+    )
+
+
+def checkpoint_config(path: str | Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder or of the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    file = Path(path).expanduser() / "config.json"
+    if file.exists():
+        return json.loads(file.read_text(encoding="utf-8"))
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(str(path))[0]
+    except (OSError, ValueError) as error:
+        raise ConfigError(not_loaded(path, error)) from error
+
+
+def section_of(run: RunFolder) -> Any:
+    """The section `model` of a run, of its family's dataclass.
+
+    Raises:
+        ConfigError: its configuration can't be read.
+    """
+    settings = run.settings()
+    return tree.build(
+        family_named(names_of(settings)[0]).section, settings.get("model", {}), "model"
+    )

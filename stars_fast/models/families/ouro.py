@@ -1,0 +1,201 @@
+"""Ouro: ByteDance's checkpoints, what is trained from them, and tiny models of random weights."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stars_fast.base.checks import check_integer
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
+from stars_fast.base.run_folder import RunFolder
+from stars_fast.base.seeds import derive
+from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import Samples
+from stars_fast.models.families import Family
+from stars_fast.models.folders import check_exists
+from stars_fast.models.loop import Loop, Turn, matrix_weights
+from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+
+TINY = "tiny"
+"""The path that stands for a model which the package makes, with random weights."""
+
+
+@dataclass
+class OuroSection:
+    """The Ouro to start from.
+
+    family: ouro.
+    path: hub id or folder of an Ouro checkpoint, or tiny for one that the package makes.
+    attention: of plain turns: sdpa, eager, flex_attention, or an installed kernel library by its
+        name in transformers, such as flash_attention_2. Turns with a tangent have their own.
+    gate: the exit gate: frozen, or ignored.
+    width: hidden size of a tiny model.
+    layers: layers of a tiny model.
+    """
+
+    family: Literal["ouro"] = "ouro"
+    path: str = "ByteDance/Ouro-1.4B"
+    attention: str = "sdpa"
+    gate: str = "frozen"
+    width: int = 64
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("frozen", "ignored"):
+            raise ValueError(
+                f"gate must be frozen or ignored (training it is not part of STARS), got "
+                f"{self.gate!r}"
+            )
+        for name in ("width", "layers"):
+            check_integer(name, getattr(self, name), 1)
+        if self.width % 16:
+            raise ValueError(f"width must be a multiple of 16, got {self.width}")
+
+
+class OuroLoop(Loop):
+    """An `OuroForCausalLM` in parts. Pads stand on the right, where causality hides them without a
+    mask."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def prelude(self, tokens: Tensor) -> Tensor:
+        return self.model.model.embed_tokens(tokens)
+
+    def turn(self, h: Tensor, samples: Samples) -> Turn:
+        model = self.model.model
+        context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
+        return lambda x: model.turn(x, context)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.model.lm_head(h)
+
+    def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
+        rows = h.flatten(0, 1).index_select(0, batch.positions)
+        weight = self.model.lm_head.weight
+        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return list(self.model.model.layers)
+
+    def outside_block(self, supervised: float) -> float:
+        config = self.model.config
+        head = supervised * config.vocab_size * config.hidden_size
+        return head / matrix_weights(*self.layers)
+
+    def turn_flops(self, lengths: list[int]) -> float:
+        config = self.model.config
+        width = config.num_attention_heads * config.head_dim
+        attention = 2 * config.num_hidden_layers * width * sum(n * n for n in lengths)
+        return 2 * matrix_weights(*self.layers) * sum(lengths) + attention
+
+
+class OuroFamily(Family):
+    title = "Ouro"
+    model_type = "ouro"
+    section = OuroSection
+    packs = True
+    causal_lm = True
+
+    def start(self, section: OuroSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
+        need("transformers", "Ouro models")
+        if section.path != TINY:
+            return _start(section, section.path, dtype)
+        from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_tiny_ouro(
+                folder,
+                seed=derive(seed, "init") % 2**32,
+                hidden_size=section.width,
+                intermediate_size=2 * section.width,
+                num_hidden_layers=section.layers,
+                remote_code=False,
+            )
+            return _start(section, folder, dtype)
+
+    def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def outline(self, run: RunFolder) -> nn.Module:
+        need("transformers", "Ouro models")
+        from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
+
+        with torch.device("meta"):
+            model: Any = OuroForCausalLM(OuroConfig.from_pretrained(run.model))
+        model.to_empty(device="cpu")
+        model.tie_weights()  # the copy from the meta device has parted them
+        return model
+
+    def load(self, path: str, dtype: torch.dtype | None) -> nn.Module:
+        need("transformers", "Ouro models")
+        from stars_fast.models.ouro import OuroForCausalLM
+
+        return OuroForCausalLM.from_pretrained(path, dtype="auto" if dtype is None else dtype)
+
+    def loop(self, model: Any) -> OuroLoop:
+        return OuroLoop(model)
+
+    def export(
+        self,
+        model: Any,
+        folder: Path,
+        *,
+        beside: str,
+        dtype: torch.dtype | None,
+        turns: int | None,
+        shard: str,
+    ) -> None:
+        from transformers import GenerationConfig
+
+        from stars_fast.models.ouro.config import check_config
+        from stars_fast.models.ouro.loading import set_stop
+
+        if turns is not None:
+            model.config.total_ut_steps = turns
+            check_config(model.config)
+        if (Path(beside) / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(beside)
+            set_stop(model)
+        model.to(dtype or model.config.dtype or torch.float32)
+        model.save_pretrained(folder, max_shard_size=shard)
+
+    def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
+        return model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            turns=turns,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+
+
+def _start(section: OuroSection, path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    from transformers import AutoTokenizer
+
+    from stars_fast.models.ouro import OuroForCausalLM
+
+    try:
+        check_exists(path)
+        model = OuroForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=section.attention, gate=section.gate
+        )
+        return model, AutoTokenizer.from_pretrained(path)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path}, model.attention {section.attention}: {error}"
+        ) from error
+
+
+FAMILY = OuroFamily()
