@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from dual_reference import relative_error
+from oracle import relative_error
 from test_guards import state
 from torch import nn
 from torch.utils.checkpoint import checkpoint
