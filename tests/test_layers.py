@@ -27,9 +27,6 @@ DEBTS = {
     ("analysis.subjects", "training.step.batches"),
     ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
-    ("evaluation.validation", "training.scale.distributed"),
-    ("evaluation.validation", "training.step.batches"),
-    ("evaluation.validation", "training.step.step"),
     ("jsrr", "rows"),
     ("training.step.losses", "rows"),
 }
