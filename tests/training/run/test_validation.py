@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from stars_fast.data import IGNORE
+from stars_fast.data.documents import PaddedChats
 from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.chats import PaddedChats
 from stars_fast.training.config import config_from
 from stars_fast.training.ouro import load
 from stars_fast.training.run.validation import validation_losses
