@@ -41,19 +41,24 @@ def release_duals(block: Any) -> None:
     for module in modules_of(block):
         for held in (module.__dict__, module._buffers):
             for key, value in held.items():
-                if type(value) is Dual:
+                kind = type(value)
+                if kind is Dual:
                     held[key] = value.stack[0]
-                elif type(value) in _CONTAINERS and value:
+                elif kind in _CONTAINERS and value and key not in _OWN:
                     held[key] = _primals(value)
 
 
 _CONTAINERS = (list, tuple, dict)
+# What torch keeps on a module: parameters, modules, and the buffers, which are looked at themselves.
+_OWN = {"_parameters", "_modules", "_buffers"}
 
 
 def _primals(value: Any) -> Any:
     """A container with the primals of its Duals; the same object where it can be written."""
     if type(value) is dict:
-        value.update({k: v.stack[0] for k, v in value.items() if type(v) is Dual})
+        found = {k: v.stack[0] for k, v in value.items() if type(v) is Dual}
+        if found:
+            value.update(found)
     elif any(type(each) is Dual for each in value):
         parts = [primal_of(each) for each in value]
         if type(value) is tuple:

@@ -23,7 +23,7 @@ from stars_fast.dual.dropped import dropped
 from stars_fast.dual.layout import order_of, stack_pair
 from stars_fast.dual.registry import may_write, objects_named
 from stars_fast.dual.running import running_pass, settle_all, state
-from stars_fast.dual.tensor import Dual, is_ordinary, primal_of
+from stars_fast.dual.tensor import Dual, is_ordinary, primal_of, respond
 
 # What shares memory with the outside.
 _FOREIGN = frozenset(
@@ -73,7 +73,7 @@ class Pass(TorchFunctionMode):
             if ordinary and not _count_modes():
                 if args and type(args[0]) is not Dual and self._keeps_values(func, args):
                     return _write_values(func, args, kwargs or {})
-                result = Dual.__torch_function__(func, types, args, kwargs)
+                result = respond(func, types, args, kwargs or {})
                 if type(result) is Tensor:
                     self._note(func, result, args)
                 return result

@@ -65,13 +65,13 @@ def settle_all() -> None:
 
 def settle_before(func: Any, args: tuple, kwargs: dict) -> None:
     """Run every op that waits, if this call may write into what one of them reads."""
-    # Flags such as inplace=True.
-    if (
-        may_write(func)
-        or kwargs.get("inplace")
-        or (len(args) > 1 and any(arg is True for arg in args))
-    ):
+    if may_write(func) or (kwargs and kwargs.get("inplace")):
         settle_all()
+        return
+    for arg in args:
+        if arg is True:  # a flag such as inplace=True
+            settle_all()
+            return
 
 
 def forget_waiting() -> None:

@@ -24,6 +24,7 @@ from stars_fast.dual.registry import RECORDERS, RULES, Rule, answer_without_rule
 from stars_fast.dual.running import settle_before, state
 
 _wrapper = torch.Tensor._make_wrapper_subclass
+_no_torch_function = torch._C.DisableTorchFunction
 _get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
@@ -59,11 +60,12 @@ class Dual(torch.Tensor):
             )
         if not (stack.is_floating_point() or stack.is_complex()):
             raise TypeError(f"Dual: stack must be floating point, got {stack.dtype}")
-        if stack.dim() == 0 or stack.shape[0] != 2:
-            raise ValueError(f"Dual: stack must have shape [2, ...], got {list(stack.shape)}")
-        self = torch.Tensor._make_wrapper_subclass(
+        shape = stack.shape
+        if not shape or shape[0] != 2:
+            raise ValueError(f"Dual: stack must have shape [2, ...], got {list(shape)}")
+        self = _wrapper(
             cls,
-            stack.shape[1:],
+            shape[1:],
             dtype=stack.dtype,
             device=stack.device,
             requires_grad=stack.requires_grad,
@@ -71,9 +73,6 @@ class Dual(torch.Tensor):
         self.stack = stack
         self.owner = state.running
         return self
-
-    def __init__(self, stack: Tensor) -> None:
-        pass
 
     @classmethod
     def waiting(cls, step: Any) -> Dual:
@@ -119,30 +118,7 @@ class Dual(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        quick = QUICK.get(func)
-        if quick is not None:
-            return quick(args[0])
-        kwargs = kwargs or {}
-        if len(types) > 1:
-            _check_types(func, types)
-        for arg in (*args, *kwargs.values()):
-            kind = type(arg)
-            if kind is Dual:
-                check_history(arg)
-            elif kind is not tuple and kind is not list:
-                continue
-            if _is_left_over(arg) and not torch_keeps():
-                args, kwargs = tree_map(_without_left_overs, (args, kwargs))
-                return func(*args, **kwargs)
-        if state.recognises:
-            recorder = RECORDERS.get(func)
-            if recorder is not None and args:
-                result = recorder(func, args, kwargs)
-                if result is not None:
-                    return result
-        if state.waiting:
-            settle_before(func, args, kwargs)
-        return answer(func, args, kwargs)
+        return respond(func, types, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -166,6 +142,37 @@ class Dual(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("stars_fast: a Dual lives inside one pass and can't be pickled")
+
+
+def respond(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
+    """Answer a torch function that met a Dual: a question at once, an op of a known formula by what
+    waits for the rest of it, any other op by its rule."""
+    quick = QUICK.get(func)
+    if quick is not None:
+        return quick(args[0])
+    if len(types) > 1:
+        _check_types(func, types)
+    running = state.running
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        kind = type(arg)
+        if kind is Dual:
+            check_history(arg)
+            if arg.owner is running:
+                continue
+        elif kind is not tuple and kind is not list:
+            continue
+        if _is_left_over(arg) and not torch_keeps():
+            args, kwargs = tree_map(_without_left_overs, (args, kwargs))
+            return func(*args, **kwargs)
+    if state.recognises:
+        recorder = RECORDERS.get(func)
+        if recorder is not None and args:
+            result = recorder(func, args, kwargs)
+            if result is not None:
+                return result
+    if state.waiting:
+        settle_before(func, args, kwargs)
+    return answer(func, args, kwargs)
 
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -192,7 +199,11 @@ def _is_left_over(x: Any) -> bool:
     """Whether x is, or holds, a Dual of a pass that is over, such as one in a cache."""
     if type(x) is Dual:
         return x.owner is not None and not x.owner.running
-    return type(x) in (list, tuple) and any(_is_left_over(each) for each in x)
+    if type(x) in (list, tuple):
+        for each in x:  # no generator: nearly every view comes by with its sizes
+            if type(each) is not int and _is_left_over(each):
+                return True
+    return False
 
 
 def _without_left_overs(x: Any) -> Any:
@@ -214,6 +225,8 @@ def _check_types(func: Any, types: Any) -> None:
 
 def is_ordinary(kind: type) -> bool:
     """Whether torch functions of this class mean what they mean for a Tensor."""
+    if kind is Tensor or kind is torch.nn.Parameter:
+        return True
     owner = next(each for each in kind.__mro__ if "__torch_function__" in each.__dict__)
     return owner in (torch.Tensor, torch.nn.Parameter)
 
@@ -234,7 +247,7 @@ def _is_complex_for(found: Rule, args: tuple) -> bool:
 def check_history(dual: Dual) -> None:
     """A Dual's wrapper is always a leaf: history on it comes from a custom autograd.Function that
     ran on the pair as if it were a tensor, and autograd would lose the gradient of the stack."""
-    with torch._C.DisableTorchFunction():  # of subclasses and of modes
+    with _no_torch_function():  # of subclasses and of modes
         if dual.unpacked:
             # Autograd tells the wrapper alone that it requires a gradient.
             dual.unpacked = False
