@@ -8,6 +8,7 @@ from tolerances import TWO_ROUTES
 
 from stars_fast.ops.library import backend
 
+pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 WIDTHS = [1, 33, 64, 128, 512, 1000, 2048, 2880, 4096, 8192, 8200]
@@ -23,8 +24,6 @@ def run(name, *args):
 
 @pytest.fixture(autouse=True, scope="module")
 def extension():
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
     try:
         with backend("cuda"):
             yield
