@@ -1,11 +1,13 @@
 """Shared set-up: few threads, so that parallel runs of the suite do not fight for cores; Triton
 interprets its kernels where there is no GPU, which has to be said before anything imports it.
 
-At the end of a session the tests are named that take long and are not marked `slow`.
+At the end of a session the tests are named whose cases take long together without being marked
+`slow`.
 """
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-SLOW = 10  # seconds of CPU time, which a busy machine does not change much
+SLOW = 5  # seconds of CPU time, which a busy machine changes less than the clock's
 SPREAD = ("test_every_op", "test_fuzz")  # files whose tests share nothing
 BEGAN = pytest.StashKey[float]()
 
@@ -46,12 +48,13 @@ def pytest_runtest_makereport(item):
 
 
 def pytest_terminal_summary(terminalreporter):
-    reports = [report for each in terminalreporter.stats.values() for report in each]
-    for report in reports:
+    seconds = Counter()
+    for report in (each for reports in terminalreporter.stats.values() for each in reports):
         if getattr(report, "when", "") == "teardown" and "slow" not in report.keywords:
-            seconds = getattr(report, "cpu_time", 0.0)
-            if seconds > SLOW:
-                terminalreporter.write_line(f"not marked slow, {seconds:.0f} s: {report.nodeid}")
+            seconds[report.nodeid.split("[")[0]] += report.cpu_time
+    for name, spent in seconds.most_common():
+        if spent > SLOW:
+            terminalreporter.write_line(f"not marked slow, {spent:.0f} s of CPU time: {name}")
 
 
 @pytest.hookimpl(optionalhook=True)

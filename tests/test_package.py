@@ -92,6 +92,7 @@ def test_readme_has_exactly_two_commands_for_a_fresh_machine():
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
 
 
+@pytest.mark.slow
 def test_readme_python_runs(tmp_path):
     from stars_fast.models.ouro.tiny import write_tiny_ouro
 

@@ -96,6 +96,7 @@ def here(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", NEEDED)
 def test_everything_that_needs_a_package_names_its_extra(here, module):
     extra, asked = NEEDED[module]

@@ -169,6 +169,7 @@ def in_this_one(function, **arguments):
     return growth.in_this_process(**arguments)
 
 
+@pytest.mark.slow
 def test_memory_says_where_a_way_runs_out():
     shape = Shape(64, 2, 128, layers=1, batch=1)
     rows = growth.against_length(

@@ -115,6 +115,7 @@ def break_steps(monkeypatch, error, of_published):
     monkeypatch.setattr(Steps, "step", broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "said", "code"),
     [
@@ -177,6 +178,7 @@ def test_run_prints_a_table_and_writes_json(tmp_path, capsys):
     assert shape["methods"]["sft"]["over_published"] > 0
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_in_a_process_of_its_own():
     names = ("sft",)
     result = step.measure("tiny", "cpu", "float32", 256, 1, None, names, memory=True)

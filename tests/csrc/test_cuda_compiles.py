@@ -69,6 +69,7 @@ def row_kernels(reports):
             yield report | numbers | {"op": shape["op"], "type": shape["type"]}
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled_for_every_architecture(compiled):
     _, reports = compiled
     by_arch = [{r["name"] for r in reports if r["arch"] == arch} for arch in ARCHITECTURES]

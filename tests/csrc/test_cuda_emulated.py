@@ -9,6 +9,8 @@ import torch
 from cuda_emulator import Emulator, build
 from raw_ops import ACTIVATIONS, check_rows, gated_case, norm_case, sandwich_case
 
+pytestmark = pytest.mark.slow  # builds the emulator
+
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # For 16-bit rows: 16, 32 and 64 threads a row, 128, 256 and 512, twice 512, and without registers;
 # the last have no 16-byte vectors. fp32 takes the next shape of each.

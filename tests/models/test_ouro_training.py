@@ -316,6 +316,7 @@ def test_transformers_trainer_trains_it(tmp_path):
     assert torch.equal(again.lm_head.weight, net.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one():
     script = Path(__file__).parent / "scripts" / "ouro_parallel.py"
     command = [

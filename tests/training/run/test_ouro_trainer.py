@@ -163,6 +163,7 @@ def test_the_export_of_a_run_is_the_model_that_was_judged(ouro, tmp_path, capsys
     assert "ouro" in said.lower()
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_losses(ouro, monkeypatch):
     """With the graphs of forward and backward as they are captured, for one length and for any, but
     without C++ made of them, which takes a minute."""
