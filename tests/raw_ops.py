@@ -116,13 +116,3 @@ def check_sandwich(op, backward, branch, residual, weight_out, weight_in, dual, 
         if weight_out is not None:
             assert_close(got[0], expected[0], dual, branch.dtype)
             assert_sum_close(got[2], expected[2])
-
-
-def check_gated(op, backward, g, u, name, dual):
-    stacks, _, (y,) = spec(lambda g, u: reference.gated(g, u, name), [g, u], [], dual)
-    assert_close(op(g, u, name, dual), y, dual, g.dtype)
-    for bar in bars_of(g, dual, seed=7):
-        got = backward(bar, g, u, name, dual)
-        expected = torch.autograd.grad(y, stacks, bar.double(), retain_graph=True)
-        for mine, theirs in zip(got, expected, strict=True):
-            assert_close(mine, theirs, dual, g.dtype)

@@ -14,7 +14,7 @@ from benchmarks.gpu_stages.report import Report
 from stars_fast.ops import library
 
 ROOT = Path(__file__).parents[2]
-NORMS = ("rms_norm", "layer_norm", "sandwich", "swiglu")
+NORMS = ("rms_norm", "layer_norm", "sandwich")
 
 
 def norms(report: Report, device: str, small: bool) -> None:

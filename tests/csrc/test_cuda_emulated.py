@@ -4,7 +4,7 @@ row that a launcher picks, off alignment, with gaps between rows, with guards ar
 import pytest
 import torch
 from cuda_emulator import Emulator, build
-from raw_ops import check_gated, check_norm, check_sandwich, randn
+from raw_ops import check_norm, check_sandwich, randn
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # For 16-bit rows: 16, 32 and 64 threads a row, 128, 256 and 512, twice 512, and without registers;
@@ -73,14 +73,6 @@ def test_sandwich(emulator, width, dtype, dual, normed):
     )
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu", "identity"])
-@pytest.mark.parametrize(("dtype", "width"), [("fp32", 2816), ("bf16", 8), ("fp16", 1001)])
-@pytest.mark.parametrize("dual", [True, False], ids=["dual", "plain"])
-def test_gated(emulator, name, dtype, width, dual):
-    g, u = pair(width, dtype, dual), pair(width, dtype, dual, seed=1)
-    check_gated(emulator.gated, emulator.gated_backward, g, u, name, dual)
-
-
 LAYOUTS = {"gap": (8, 0), "odd-gap": (3, 0), "unaligned": (0, 1), "gap-unaligned": (16, 3)}
 
 
@@ -93,7 +85,6 @@ def test_layouts(emulator, layout, dtype, width):
     weight, bias = randn(width, seed=3, dtype=TYPES[dtype]), randn(width, seed=4)
     check_norm(emulator.norm, emulator.norm_backward, x, weight, bias, True, True)
     check_sandwich(emulator.sandwich, emulator.sandwich_backward, x, other, weight, bias, True)
-    check_gated(emulator.gated, emulator.gated_backward, x, other, "silu", True)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
@@ -103,7 +94,6 @@ def test_few_rows(emulator, rows, width):
     weight, bias = randn(width, seed=3), randn(width, seed=4)
     check_norm(emulator.norm, emulator.norm_backward, x, weight, bias, True, True)
     check_sandwich(emulator.sandwich, emulator.sandwich_backward, x, other, weight, bias, True)
-    check_gated(emulator.gated, emulator.gated_backward, x, other, "silu", True)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)], ids=str)
