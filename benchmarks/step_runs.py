@@ -25,12 +25,12 @@ from benchmarks.workload import (
     packed_batches,
     random_model,
 )
+from stars_fast.data.batches import MicroBatch
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.config import RunConfig, config_from
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.fit_memory import fit_memory
-from stars_fast.training.step.batches import MicroBatch
 from stars_fast.training.step.jacobian import drawn, penalty_factor
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.step import StepLoss, plan_step, train_step

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.data.batches import HostBatch
+from stars_fast.data.samples import Samples
 from stars_fast.models.ouro.losses import next_tokens
 from stars_fast.training import ouro
 from stars_fast.training.config import config_from
@@ -33,8 +35,6 @@ from stars_fast.training.run.folder import open_run
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import Trainer
 from stars_fast.training.scale.distributed import processes
-from stars_fast.training.step.batches import HostBatch
-from stars_fast.training.step.samples import Samples
 
 LR, CLIP = 1e-4, 1.0
 

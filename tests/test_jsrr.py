@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dual_reference import relative_error
+from oracle import relative_error
 from torch import nn
 
 from stars_fast import fused_jsrr, fused_jvp, spectral_radius

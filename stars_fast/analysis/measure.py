@@ -16,8 +16,8 @@ from stars_fast.analysis.spectrum import spectral_radius
 from stars_fast.analysis.subjects import Subject
 from stars_fast.analysis.trajectory import Trajectory, trajectory
 from stars_fast.base.seeds import derive
+from stars_fast.data.batches import MicroBatch
 from stars_fast.models.loop import Loop
-from stars_fast.training.step.batches import MicroBatch
 
 PATHS = 16
 """Samples whose path is kept and drawn."""

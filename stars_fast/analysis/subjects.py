@@ -19,6 +19,8 @@ from stars_fast.base.plots import TrainedDepth
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.addition import AdditionData
+from stars_fast.data.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
+from stars_fast.data.samples import Samples
 from stars_fast.data.sources import READERS
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families.looped_lm import LoopedLoop
@@ -26,8 +28,6 @@ from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.models.loop import Loop
 from stars_fast.training.addition import Sums, load_model
 from stars_fast.training.config import load_config
-from stars_fast.training.step.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
-from stars_fast.training.step.samples import Samples
 
 Document = tuple[np.ndarray, np.ndarray]
 """Tokens [S] and, for each, whether it is to be predicted, [S] bool."""
@@ -153,10 +153,10 @@ class Unseen(Sums):
 def _ouro(source: str, config: Any, request: Request) -> Subject:
     """A run with its configuration, or a checkpoint without one."""
     need("transformers", "Ouro models")
+    from stars_fast.data.documents import PaddedChats
     from stars_fast.models.families.ouro import OuroLoop
     from stars_fast.models.ouro.config import OuroConfig
     from stars_fast.models.saved import find_model, load_model, load_tokenizer
-    from stars_fast.training.chats import PaddedChats
 
     if request.text is None and config is None:
         raise ConfigError(

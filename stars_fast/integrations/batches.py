@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast.training.step.samples import Samples
+from stars_fast.data.samples import Samples
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What transformers' collators add for attention kernels that take packed documents."""

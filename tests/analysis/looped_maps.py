@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from stars_fast.analysis.subjects import Subject
+from stars_fast.data.batches import HostBatch, micro_batch
+from stars_fast.data.samples import Samples
 from stars_fast.models.loop import Loop
-from stars_fast.training.step.batches import HostBatch, micro_batch
-from stars_fast.training.step.samples import Samples
 
 
 class MapLoop(Loop):

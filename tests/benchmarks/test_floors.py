@@ -16,9 +16,9 @@ from benchmarks.floors import (
 from benchmarks.published import Published
 from benchmarks.workload import LAW, random_model
 from stars_fast import fused_jsrr
+from stars_fast.data.samples import Samples
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.step.samples import Samples
 
 OURO = Sizes(width=2048, d_ff=5632, layers=24, vocabulary=49152)
 LENGTH = 2048

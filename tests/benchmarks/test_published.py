@@ -12,9 +12,9 @@ from benchmarks.published import MicroBatch, Published
 from benchmarks.workload import MODEL_SIZES, one_by_one, packed_batches, random_model
 from stars_fast import fused_jsrr
 from stars_fast.data import IGNORE
+from stars_fast.data.samples import Samples
 from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.step.precision import autocast
-from stars_fast.training.step.samples import Samples
 
 CPU = torch.device("cpu")
 FIELDS = {

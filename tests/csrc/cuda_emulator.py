@@ -176,6 +176,9 @@ class Emulator:
         assert all(t.untouched() for t in [*held.values(), *weights.values()] if t is not None)
         return [None if t is None else t.result() for t in [*made.values(), *gradients.values()]]
 
+    def __call__(self, name, *args):
+        return getattr(self, name)(*args)
+
     def _guard(self, tensor, gap):
         return Guarded(tensor, gap=gap, shift=self.shift)
 

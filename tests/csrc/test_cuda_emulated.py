@@ -1,10 +1,13 @@
 """The CUDA kernels on the CPU (`emulator/`), against the spec in fp64: every shape of thread and
 row that a launcher picks, off alignment, with gaps between rows, with guards around everything."""
 
+from functools import partial
+
+import oracle
 import pytest
 import torch
 from cuda_emulator import Emulator, build
-from raw_ops import check_norm, check_sandwich, randn
+from raw_ops import check_rows, norm_case, sandwich_case
 
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # For 16-bit rows: 16, 32 and 64 threads a row, 128, 256 and 512, twice 512, and without registers;
@@ -17,6 +20,10 @@ WIDTHS = {
 CASES = [(dtype, width, True) for dtype, widths in WIDTHS.items() for width in widths]
 CASES += [("fp32", 33, False), ("fp32", 1024, False), ("bf16", 200, False), ("bf16", 8200, False)]
 IDS = [f"{dtype}-{width}-{'dual' if dual else 'plain'}" for dtype, width, dual in CASES]
+
+
+randn = partial(oracle.randn, dtype=torch.float32)
+OPS = {"layer_norm": norm_case(True, 2), "sandwich": sandwich_case(True)}
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +40,10 @@ def emulator(library, capfd):
     assert "runtime error" not in capfd.readouterr().err
 
 
-def pair(width, dtype, dual, seed=0):
+def check_width(emulator, case, width, dtype, dual, param_dtype=None):
     """More rows than the blocks of the emulated device hold at once, so that blocks take turns."""
     rows = 37 if width <= 64 else 11 if width <= 512 else 3
-    return randn(*((2, rows, width) if dual else (rows, width)), seed=seed, dtype=TYPES[dtype])
+    check_rows(emulator, case, (rows, width), TYPES[dtype], dual, param_dtype=param_dtype)
 
 
 def eps_for(width):
@@ -47,30 +54,15 @@ def eps_for(width):
 @pytest.mark.parametrize(("dtype", "width", "dual"), CASES, ids=IDS)
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
 def test_norms(emulator, width, dtype, dual, centre):
-    x = pair(width, dtype, dual)
-    weight = randn(width, seed=3)
-    bias = randn(width, seed=4, dtype=TYPES[dtype]) if centre else None
-    eps = eps_for(width)
-    check_norm(emulator.norm, emulator.norm_backward, x, weight, bias, centre, dual, eps)
+    case = norm_case(centre, 1 + centre, eps_for(width))
+    check_width(emulator, case, width, dtype, dual, None if centre else torch.float32)
 
 
 @pytest.mark.parametrize(("dtype", "width", "dual"), CASES, ids=IDS)
 @pytest.mark.parametrize("normed", [True, False], ids=["sandwich", "pre-norm"])
 def test_sandwich(emulator, width, dtype, dual, normed):
-    branch, residual = pair(width, dtype, dual), pair(width, dtype, dual, seed=1)
-    weight_out = randn(width, seed=3, dtype=TYPES[dtype]) if normed else None
-    weight_in = randn(width, seed=4)
-    eps = eps_for(width), 2 * eps_for(width)
-    check_sandwich(
-        emulator.sandwich,
-        emulator.sandwich_backward,
-        branch,
-        residual,
-        weight_out,
-        weight_in,
-        dual,
-        eps,
-    )
+    case = sandwich_case(normed, eps_for(width))
+    check_width(emulator, case, width, dtype, dual, None if normed else torch.float32)
 
 
 LAYOUTS = {"gap": (8, 0), "odd-gap": (3, 0), "unaligned": (0, 1), "gap-unaligned": (16, 3)}
@@ -81,19 +73,15 @@ LAYOUTS = {"gap": (8, 0), "odd-gap": (3, 0), "unaligned": (0, 1), "gap-unaligned
 def test_layouts(emulator, layout, dtype, width):
     """Where vectors would be misaligned the scalar path is taken: the sanitizer would say."""
     emulator.gap, emulator.shift = LAYOUTS[layout]
-    x, other = pair(width, dtype, True), pair(width, dtype, True, seed=1)
-    weight, bias = randn(width, seed=3, dtype=TYPES[dtype]), randn(width, seed=4)
-    check_norm(emulator.norm, emulator.norm_backward, x, weight, bias, True, True)
-    check_sandwich(emulator.sandwich, emulator.sandwich_backward, x, other, weight, bias, True)
+    for case in OPS.values():
+        check_width(emulator, case, width, dtype, True)
 
 
 @pytest.mark.parametrize("rows", [0, 1])
 @pytest.mark.parametrize("width", [24, 2048])
 def test_few_rows(emulator, rows, width):
-    x, other = randn(2, rows, width), randn(2, rows, width, seed=1)
-    weight, bias = randn(width, seed=3), randn(width, seed=4)
-    check_norm(emulator.norm, emulator.norm_backward, x, weight, bias, True, True)
-    check_sandwich(emulator.sandwich, emulator.sandwich_backward, x, other, weight, bias, True)
+    for case in OPS.values():
+        check_rows(emulator, case, (rows, width), torch.float32)
 
 
 @pytest.mark.parametrize("wanted", [(True, False), (False, True), (False, False)], ids=str)
@@ -109,10 +97,8 @@ def test_gradients_that_are_not_asked_for(emulator, wanted):
 @pytest.mark.parametrize("multiprocessors", [1, 5])
 def test_rows_over_any_number_of_blocks(emulator, multiprocessors):
     emulator.device(multiprocessors)
-    x, other = randn(2, 83, 64), randn(2, 83, 64, seed=1)
-    weight, bias = randn(64, seed=3), randn(64, seed=4)
-    check_norm(emulator.norm, emulator.norm_backward, x, weight, bias, True, True)
-    check_sandwich(emulator.sandwich, emulator.sandwich_backward, x, other, weight, bias, True)
+    for case in OPS.values():
+        check_rows(emulator, case, (83, 64), torch.float32)
 
 
 @pytest.mark.parametrize("width", [64, 512, 2048, 8200])

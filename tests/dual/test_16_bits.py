@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import randn
+from oracle import randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast.dual import Dual

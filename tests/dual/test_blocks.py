@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import KeepDouble, assert_dual_matches, relative_error
+from oracle import KeepDouble, assert_dual_matches, relative_error
 from torch import nn
 
 from stars_fast import explain, ops

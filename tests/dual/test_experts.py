@@ -4,7 +4,7 @@ torch.func.jvp of the same layer with one expert at a time."""
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import (
+from oracle import (
     KeepDouble,
     WrittenOutNorm,
     randn,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import assert_dual_matches
+from oracle import assert_dual_matches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

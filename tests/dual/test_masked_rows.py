@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import jvp_and_gradients, relative_error
+from oracle import jvp_and_gradients, relative_error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import fused_jsrr, fused_jvp

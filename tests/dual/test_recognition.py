@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import relative_error
+from oracle import relative_error
 from test_blocks import check_block, perturb
 from test_guards import check, state
 from torch import nn

@@ -3,7 +3,7 @@ out, sequence by sequence, under torch.func.jvp."""
 
 import pytest
 import torch
-from dual_reference import randn, relative_error
+from oracle import randn, relative_error
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 

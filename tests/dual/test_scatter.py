@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import assert_matches_differences, randn
+from oracle import assert_matches_differences, randn
 from torch import nn
 
 from stars_fast import fused_jvp

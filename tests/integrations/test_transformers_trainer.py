@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dual_reference import KeepDouble, relative_error
+from oracle import KeepDouble, relative_error
 from ouro_models import checkpoint, model
 from penalised import (
     Gradients,

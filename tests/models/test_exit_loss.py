@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import randn, relative_error
+from oracle import randn, relative_error
 
 from stars_fast.models.ouro import exit_loss as module
 from stars_fast.models.ouro.exit_loss import exit_distribution, exit_weighted_loss

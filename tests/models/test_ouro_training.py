@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import relative_error
+from oracle import relative_error
 from ouro_models import checkpoint, model, tokens
 from torch import nn
 

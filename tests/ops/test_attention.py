@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dual_reference import attention_inputs, check, randn
+from oracle import attention_inputs, check, randn
 
 from stars_fast import ops
 from stars_fast.ops import attention_blocked, reference

@@ -1,17 +1,17 @@
 """The C++ kernels of the CPU, called as raw ops, against the spec in fp64."""
 
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from itertools import cycle
 
 import pytest
 import torch
-from dual_reference import FP64, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import randn, relative_error
+from raw_ops import CASES, check_rows, inputs_of, plain
+from tolerances import OPS, ROTARY, TIMES_EAGER
 
 from stars_fast.ops import extension, library, reference
-from stars_fast.ops.pointwise import DERIVATIVES
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -21,128 +21,13 @@ with warnings.catch_warnings():
             allow_module_level=True,
         )
 
-# fp32: a few roundings of 6e-8 an entry, and sums over a row.
-FP32 = 2e-6
 EPS = 1e-5
-ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu", "identity"]
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_memory():
-    """New tensors are full of NaN, those that the kernels make included."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def cpp(name, *args):
     return getattr(torch.ops.stars_fast, name).cpp(*args)
 
 
-def plain(name, *args):
-    return library._plain[name](*args)
-
-
-def randn(*shape, seed=0, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-@dataclass
-class Case:
-    """An op: its spec on ordinary tensors, and how its raw forward and backward are called.
-
-    `stacks` and `params` are the inputs; forward(run, stacks, params, dual) gives a tuple of
-    results, backward(run, bars, results, stacks, params, dual) the cotangents of all inputs.
-    """
-
-    spec: Any
-    forward: Any
-    backward: Any
-    stacks: int = 1
-    params: int = 0
-    positive: bool = False
-
-
-def _norm(centre, params):
-    def spec(x, w=None, b=None):
-        return reference.layer_norm(x, w, b, EPS) if centre else reference.rms_norm(x, w, EPS)
-
-    def forward(run, stacks, params, dual):
-        weight, bias = (*params, None, None)[:2]
-        return (run("norm", stacks[0], weight, bias, EPS, centre, dual),)
-
-    def backward(run, bars, results, stacks, params, dual):
-        weight = params[0] if params else None
-        wanted = [len(params) > 0, len(params) > 1]
-        got = run("norm_backward", bars[0], stacks[0], weight, EPS, centre, dual, *wanted)
-        assert [len(g) for g in got[1:]] == [stacks[0].shape[-1] * want for want in wanted]
-        return got[: 1 + len(params)]
-
-    return Case(spec, forward, backward, params=params)
-
-
-def _sandwich(normed):
-    def spec(branch, residual, w_in, w_out=None):
-        h = residual + (reference.rms_norm(branch, w_out, EPS) if normed else branch)
-        return h, reference.rms_norm(h, w_in, 2 * EPS)
-
-    def forward(run, stacks, params, dual):
-        w_in, w_out = (*params, None)[:2]
-        return run("sandwich", *stacks, w_out, w_in, EPS, 2 * EPS, dual)
-
-    def backward(run, bars, results, stacks, params, dual):
-        w_in, w_out = (*params, None)[:2]
-        args = *bars, stacks[0], results[0], w_out, w_in, EPS, 2 * EPS, dual
-        branch, residual, out_bar, in_bar = run("sandwich_backward", *args)
-        if normed:
-            return branch, residual, in_bar, out_bar
-        assert branch.shape == out_bar.shape == (0,)
-        return residual, residual, in_bar
-
-    return Case(spec, forward, backward, stacks=2, params=1 + normed)
-
-
-def _pointwise(name):
-    return Case(
-        lambda x: reference.pointwise(x, name),
-        lambda run, stacks, params, dual: (run("pointwise", *stacks, name, dual),),
-        lambda run, bars, results, stacks, params, dual: (
-            run("pointwise_backward", *bars, *stacks, name, dual),
-        ),
-        positive=name in ("log", "sqrt", "rsqrt", "reciprocal"),
-    )
-
-
-def _gated(name):
-    return Case(
-        lambda g, u: reference.gated(g, u, name),
-        lambda run, stacks, params, dual: (run("gated", *stacks, name, dual),),
-        lambda run, bars, results, stacks, params, dual: run(
-            "gated_backward", *bars, *stacks, name, dual
-        ),
-        stacks=2,
-    )
-
-
-CASES = {
-    "rms_norm": _norm(False, 1),
-    "rms_norm-plain": _norm(False, 0),
-    "layer_norm": _norm(True, 2),
-    "layer_norm-plain": _norm(True, 0),
-    "sandwich": _sandwich(True),
-    "sandwich-prenorm": _sandwich(False),
-    "softmax": Case(
-        reference.softmax,
-        lambda run, stacks, params, dual: (run("softmax", *stacks, dual),),
-        lambda run, bars, results, stacks, params, dual: (
-            run("softmax_backward", *bars, *results, dual),
-        ),
-    ),
-    **{f"gated-{name}": _gated(name) for name in ACTIVATIONS},
-    **{f"pointwise-{name}": _pointwise(name) for name in DERIVATIVES},
-}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "chunked", "every second row", "transposed", "expanded")
 
@@ -160,85 +45,12 @@ def laid_out(x, layout):
     return x
 
 
-def exact(case, stacks, params, bars, dual):
-    """Results and cotangents in fp64, a stack's halves together."""
-    leaves = [x.detach().double().requires_grad_() for x in (*stacks, *params)]
-    ins, plains = leaves[: case.stacks], leaves[case.stacks :]
-
-    def spec(*inputs):
-        out = case.spec(*inputs, *plains)
-        return out if isinstance(out, tuple) else (out,)
-
-    if dual:
-        pair = torch.func.jvp(spec, tuple(x[0] for x in ins), tuple(x[1] for x in ins))
-        results = [torch.stack(both) for both in zip(*pair, strict=True)]
-    else:
-        results = spec(*ins)
-    return results, torch.autograd.grad(results, leaves, [bar.double() for bar in bars])
-
-
-def computed(run, case, stacks, params, bars, dual):
-    results = case.forward(run, stacks, params, dual)
-    return results, case.backward(run, bars, results, stacks, params, dual)
-
-
-def check(case, stacks, params, bars, dual):
-    dtype = stacks[0].dtype
-    outcome = computed(cpp, case, stacks, params, bars, dual)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    for result in (*outcome[0], *outcome[1][: case.stacks]):
-        assert result.dtype == dtype
-        assert result.is_contiguous()
-        assert result.shape == stacks[0].shape
-    assert all(bar.dtype == wide for bar in outcome[1][case.stacks :])
-    truth = exact(case, stacks, params, bars, dual)
-    eager = computed(plain, case, stacks, params, bars, dual) if dtype == torch.bfloat16 else truth
-    for ours, theirs, exactly in zip(sum_of(outcome), sum_of(eager), sum_of(truth), strict=True):
-        # The halves of a stack apart; a parameter as one.
-        split = dual and exactly.dim() > 1
-        for mine, other, true in zip(
-            ours if split else [ours],
-            theirs if split else [theirs],
-            exactly if split else [exactly],
-            strict=True,
-        ):
-            if dtype == torch.bfloat16:
-                # Parameter gradients are in fp32, and have its error.
-                bound = max(2 * relative_error(other, true), FP32)
-            else:
-                bound = FP64 if dtype == torch.float64 else FP32
-            assert relative_error(mine, true) <= bound
-
-
-def sum_of(outcome):
-    return [*outcome[0], *outcome[1]]
-
-
-def inputs_of(case, shape, dtype, dual, layouts=("contiguous",), param_dtype=None):
-    stack = (2, *shape) if dual else shape
-
-    def placed(x, i):
-        return laid_out(x, layouts[i % len(layouts)])
-
-    stacks = [randn(*stack, seed=i, dtype=dtype) for i in range(case.stacks)]
-    if case.positive:
-        stacks = [x.abs() + 0.5 for x in stacks]
-    params = [1 + randn(shape[-1], seed=5 + i) / 2 for i in range(case.params)]
-    bars = len(case.forward(plain, stacks, params, dual))
-    return (
-        [placed(x, i) for i, x in enumerate(stacks)],
-        [p.to(param_dtype or dtype) for p in params],
-        [placed(randn(*stack, seed=9 + i, dtype=dtype), i + 2) for i in range(bars)],
-    )
-
-
 @pytest.mark.parametrize("dual", [True, False], ids=["dual", "ordinary"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_value_tangent_and_every_cotangent(name, dtype, dual):
-    case = CASES[name]
     for shape in [(5, 33), (1, 8), (7,), (2, 3, 64), (0, 4), (2, 5000)]:
-        check(case, *inputs_of(case, shape, DTYPES[dtype], dual), dual)
+        check_rows(cpp, CASES[name], shape, DTYPES[dtype], dual)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -249,23 +61,35 @@ def test_any_shape_layout_and_parameter_dtype(data):
     # numbers that agree to the last digits.
     width = data.draw(st.integers(3, 70))
     lead = data.draw(st.lists(st.integers(0, 5), max_size=3))
-    layouts = data.draw(st.lists(st.sampled_from(LAYOUTS), min_size=4, max_size=4))
+    layouts = cycle(data.draw(st.lists(st.sampled_from(LAYOUTS), min_size=4, max_size=4)))
     dtype = DTYPES[data.draw(st.sampled_from(sorted(DTYPES)))]
     low = dtype == torch.bfloat16
     param_dtype = torch.float32 if low and data.draw(st.booleans()) else dtype
     dual = data.draw(st.booleans())
-    check(case, *inputs_of(case, (*lead, width), dtype, dual, layouts, param_dtype), dual)
+    check_rows(
+        cpp,
+        case,
+        (*lead, width),
+        dtype,
+        dual,
+        lambda x: laid_out(x, next(layouts)),
+        param_dtype=param_dtype,
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_threads_change_no_bit(name):
     case = CASES[name]
+    stacks, params = inputs_of(case, (513, 131), torch.float32, True)
     outcomes = []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            inputs = inputs_of(case, (513, 131), torch.float32, True)
-            outcomes.append(sum_of(computed(cpp, case, *inputs, True)))
+            results = case.forward(cpp, stacks, params, True)
+            bars = [
+                randn(2, 513, 131, seed=9 + i, dtype=torch.float32) for i, _ in enumerate(results)
+            ]
+            outcomes.append([*results, *case.backward(cpp, bars, results, stacks, params, True)])
     finally:
         torch.set_num_threads(1)
     assert all(torch.equal(one, two) for one, two in zip(*outcomes, strict=True))
@@ -284,9 +108,8 @@ def test_rotary(dtype, batch, layout):
         y = cpp("rotary", x, cos, sin, transpose)
         assert y.transpose(2, 3).is_contiguous()
         exactly = plain("rotary", x.double(), cos.double(), sin.double(), transpose)
-        bound = {"fp64": 1e-14, "fp32": 1e-7}.get(dtype)
-        if bound is None:
-            bound = 2 * relative_error(plain("rotary", x, cos, sin, transpose), exactly)
+        eager = relative_error(plain("rotary", x, cos, sin, transpose), exactly)
+        bound = ROTARY.get(x.dtype, TIMES_EAGER * eager)
         assert relative_error(y, exactly) <= bound
     x, bar = x.double(), randn(*x.shape, seed=3)
     turned = cpp("rotary", x, cos.double(), sin.double(), False)
@@ -301,13 +124,11 @@ def test_row_squares(dtype, shape):
     wide = torch.float64 if dtype == "fp64" else torch.float32
     out, grad = cpp("row_squares", x), randn(*shape[:-1], seed=3).to(wide)
     assert out.dtype == wide
-    bound = {"fp64": FP64, "fp32": FP32}.get(dtype)
-    assert relative_error(out, x.double().square().sum(-1)) <= (bound or FP32)
+    assert relative_error(out, x.double().square().sum(-1)) <= OPS[wide]
     bar, exactly = cpp("row_squares_backward", grad, x), 2 * x.double() * grad[..., None].double()
     assert bar.dtype == x.dtype
-    if bound is None:
-        bound = 2 * relative_error(plain("row_squares_backward", grad, x), exactly)
-    assert relative_error(bar, exactly) <= bound
+    eager = relative_error(plain("row_squares_backward", grad, x), exactly)
+    assert relative_error(bar, exactly) <= OPS.get(x.dtype, TIMES_EAGER * eager)
 
 
 def spans_and_mask(batch, queries, keys):
@@ -345,9 +166,8 @@ def test_attention_weights(dtype, batch):
         ]
         for x in (*weights, *grads):
             assert torch.equal(x.masked_fill(seen, 0), torch.zeros_like(x))
-    bound = {"fp64": FP64, "fp32": FP32}.get(dtype)
-    for mine, other in zip(errors[cpp], errors[plain], strict=True):
-        assert mine <= (2 * other if bound is None else bound)
+    for mine, eager in zip(errors[cpp], errors[plain], strict=True):
+        assert mine <= OPS.get(s.dtype, TIMES_EAGER * eager)
 
 
 def test_softmax_of_infinities_is_that_of_torch():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from dual_reference import relative_error
-from raw_ops import TOLERANCE, check_norm, check_sandwich, randn
+from oracle import randn, relative_error
+from raw_ops import check_rows, norm_case, sandwich_case
+from tolerances import TWO_ROUTES
 
 from stars_fast.ops.library import backend
 
@@ -16,6 +17,10 @@ def op(name, backend="cuda"):
     return getattr(getattr(torch.ops.stars_fast, name), backend)
 
 
+def run(name, *args):
+    return op(name)(*args)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def extension():
     if not torch.cuda.is_available():
@@ -25,13 +30,6 @@ def extension():
             yield
     except RuntimeError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(autouse=True)
-def poison():
-    """Freed memory holds NaN before each test: an op that reads what nobody wrote shows."""
-    for elements in (1 << 12, 1 << 16, 1 << 20, 1 << 22):
-        torch.full((elements,), torch.nan, device=GPU)
 
 
 def stack(rows, width, dtype, dual, seed=0):
@@ -48,15 +46,13 @@ def weight(width, seed, dtype=torch.float32):
 @pytest.mark.parametrize("dual", [True, False], ids=["dual", "plain"])
 @pytest.mark.parametrize("rows", [0, 1, 7, 2500])
 def test_row_ops(rows, width, dtype, dual):
-    x, other = stack(rows, width, dtype, dual), stack(rows, width, dtype, dual, seed=1)
     eps = 0.1 if width < 3 else 1e-5
-    wide, narrow = weight(width, 3), weight(width, 4, TYPES[dtype])
-    norm = op("norm"), op("norm_backward")
-    check_norm(*norm, x, wide, None, False, dual, eps)
-    check_norm(*norm, x, narrow, wide, True, dual, eps)
-    sandwich = op("sandwich"), op("sandwich_backward")
-    check_sandwich(*sandwich, x, other, narrow, wide, dual, (eps, eps))
-    check_sandwich(*sandwich, x, other, None, wide, dual, (eps, eps))
+    for case in (
+        norm_case(False, 1, eps), norm_case(True, 2, eps),
+        sandwich_case(True, eps), sandwich_case(False, eps),
+    ):  # fmt: skip
+        for params in (TYPES[dtype], torch.float32):
+            check_rows(run, case, (rows, width), TYPES[dtype], dual, param_dtype=params, device=GPU)
 
 
 @pytest.mark.parametrize("layout", ["slice", "odd-slice", "unaligned", "transposed", "column"])
@@ -96,7 +92,7 @@ def test_layouts(layout):
         expected = op(name)(*copies)
         for mine, theirs in zip(as_tuple(got), as_tuple(expected), strict=True):
             # Two results, each within its bound of the same truth.
-            assert relative_error(mine, theirs) <= 2 * TOLERANCE[mine.dtype], name
+            assert relative_error(mine, theirs) <= TWO_ROUTES[mine.dtype], name
 
 
 def as_tuple(result):
@@ -129,7 +125,7 @@ def test_equal_to_triton_up_to_rounding(dtype, width):
     for name in common:
         mine, theirs = op(name)(*calls[name]), op(name, "triton")(*calls[name])
         for a, b in zip(as_tuple(mine), as_tuple(theirs), strict=True):
-            assert relative_error(a, b) <= 2 * TOLERANCE[TYPES[dtype]], name
+            assert relative_error(a, b) <= TWO_ROUTES[TYPES[dtype]], name
 
 
 def test_bad_input_is_named():

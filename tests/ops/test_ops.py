@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from dual_reference import attention_inputs, check, randn, relative_error
+from oracle import attention_inputs, check, randn, relative_error
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import Dual, ops

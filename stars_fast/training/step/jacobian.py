@@ -17,11 +17,8 @@ from typing import Any
 from torch import Tensor
 
 from stars_fast.base.seeds import derive
-from stars_fast.jsrr import fused_jsrr
-from stars_fast.models.loop import Loop, Turn
-from stars_fast.training.config import RunConfig
-from stars_fast.training.step.batches import MicroBatch
-from stars_fast.training.step.samples import (
+from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import (
     Part,
     Samples,
     draw_samples,
@@ -29,6 +26,9 @@ from stars_fast.training.step.samples import (
     join,
     sample_noise,
 )
+from stars_fast.jsrr import fused_jsrr
+from stars_fast.models.loop import Loop, Turn
+from stars_fast.training.config import RunConfig
 from stars_fast.training.step.turns import Block, Recompute, by_layer, dual_block
 
 

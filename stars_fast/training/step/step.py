@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stars_fast.base.seeds import derive, seed_dropout
+from stars_fast.data.batches import MicroBatch
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Loop
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.memory import Activations, measure_activations
 from stars_fast.training.scale.parallel import gradient_sync
-from stars_fast.training.step.batches import MicroBatch
 from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next, penalty_factor
 from stars_fast.training.step.losses import adjacent_l2
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if

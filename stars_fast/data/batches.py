@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stars_fast.base.seeds import derive
 from stars_fast.data import IGNORE
-from stars_fast.training.step.samples import Samples
+from stars_fast.data.samples import Samples
 
 
 class HostBatch(NamedTuple):

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from stars_fast.data import IGNORE
+from stars_fast.data.batches import HostBatch
 from stars_fast.data.packing import pack
-from stars_fast.training.step.batches import HostBatch
-from stars_fast.training.step.samples import Samples
+from stars_fast.data.samples import Samples
 
 
 class Documents(Protocol):

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from stars_fast.training.step.batches import Batches, HostBatch, Prefetch, batch_indices
-from stars_fast.training.step.samples import Samples
+from stars_fast.data.batches import Batches, HostBatch, Prefetch, batch_indices
+from stars_fast.data.samples import Samples
 
 
 class Units:

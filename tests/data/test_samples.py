@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stars_fast.training.step.samples import Samples, draw_samples, join, sample_noise
+from stars_fast.data.samples import Samples, draw_samples, join, sample_noise
 
 LENGTHS = [3, 1, 4, 2]
 PACKED = Samples(4, None, torch.tensor([0, 3, 4, 8, 10]))
