@@ -34,9 +34,9 @@ from stars_fast import singular_moments
 from stars_fast.base.checkpoints import load_weights
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.data.batches import Batches, MicroBatch
 from stars_fast.training.config import load_config, task_of
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.batches import Batches, MicroBatch
 from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next
 from stars_fast.training.step.penalty import PenaltyConfig
 from stars_fast.training.step.samples import drawn_part
@@ -106,9 +106,9 @@ class Trained:
         _, states = self.states(self.batch, self.turns)
         found = []
         for i in range(min(8, self.batch.samples.count)):
-            part = self.batch.samples.take([i])
-            h = part.of(states[-1].detach())
-            turn, mask = self.loop.turn(h, part.samples), part.samples.mask
+            part = self.batch.samples.subset([i])
+            h = part.cut(states[-1].detach())
+            turn, mask = self.loop.turn(h, part.tokens), part.tokens.real
             generator = torch.Generator().manual_seed(i)
             moments = singular_moments(turn, h, mask=mask, probes=128, generator=generator)
             found.append(float(moments.r4))

@@ -25,12 +25,12 @@ from benchmarks.workload import (
     packed_batches,
     random_model,
 )
+from stars_fast.data.batches import MicroBatch
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.config import RunConfig, config_from
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.fit_memory import fit_memory
-from stars_fast.training.step.batches import MicroBatch
 from stars_fast.training.step.jacobian import drawn, penalty_factor
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.step import StepLoss, plan_step, train_step
@@ -123,7 +123,7 @@ class Bench:
         config = self.config(case)
         documents, positions = [], 0
         for batch, depth in zip(self.windows[step], turns, strict=True):
-            lengths = batch.samples.lengths(batch.tokens.shape[1])
+            lengths = batch.samples.lengths
             chosen = _penalised(case, batch, config, step)
             documents += [Document(n, depth, i in chosen) for i, n in enumerate(lengths)]
             positions += batch.real_tokens if case.published else len(batch.labels)

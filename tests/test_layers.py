@@ -18,17 +18,13 @@ rows
 """Lowest first."""
 
 DEBTS = {
-    ("analysis.measure", "training.step.batches"),
     ("analysis.singular", "rows"),
     ("analysis.spectrum", "rows"),
     ("analysis.subjects", "training.addition"),
     ("analysis.subjects", "training.chats"),
     ("analysis.subjects", "training.config"),
-    ("analysis.subjects", "training.step.batches"),
-    ("analysis.subjects", "training.step.samples"),
     ("analysis.trajectory", "rows"),
     ("evaluation.validation", "training.scale.distributed"),
-    ("evaluation.validation", "training.step.batches"),
     ("evaluation.validation", "training.step.step"),
     ("jsrr", "rows"),
     ("training.step.losses", "rows"),

@@ -16,8 +16,8 @@ from stars_fast.analysis.spectrum import spectral_radius
 from stars_fast.analysis.subjects import Subject
 from stars_fast.analysis.trajectory import Trajectory, trajectory
 from stars_fast.base.seeds import derive
+from stars_fast.data.batches import MicroBatch
 from stars_fast.models.loop import Loop
-from stars_fast.training.step.batches import MicroBatch
 
 PATHS = 16
 """Samples whose path is kept and drawn."""
@@ -116,7 +116,7 @@ class _Batch:
         self, loop: Loop, batch: MicroBatch, plan: Plan, number: int, say: Callable[[str], None]
     ) -> None:
         self.loop, self.batch, self.plan, self.say = loop, batch, plan, say
-        self.number, self.mask = number, batch.samples.mask
+        self.number, self.mask = number, batch.samples.real
         self.spectra: dict[int, Spectrum] = {}
         self.check: tuple[int, list[float], list[float]] | None = None
         self.losses = torch.zeros(plan.turns, dtype=torch.float64)
@@ -172,13 +172,13 @@ class _Batch:
         self.check = turn, ours, [self._arpack(turn, h, sample) for sample in finite]
 
     def _arpack(self, turn: int, h: Tensor, sample: int) -> float:
-        part = self.batch.samples.take([sample])
-        state = part.of(h)
+        part = self.batch.samples.subset([sample])
+        state = part.cut(h)
         try:
             radius = spectral_radius(
-                self.loop.turn(state, part.samples),
+                self.loop.turn(state, part.tokens),
                 state,
-                mask=part.samples.mask,
+                mask=part.tokens.real,
                 method="arnoldi",
                 steps=RESTARTS,
                 tol=self.plan.tol,

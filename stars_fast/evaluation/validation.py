@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.batches import MicroBatch, Source, micro_batch, to_device
 from stars_fast.training.step.step import StepLoss
 
 

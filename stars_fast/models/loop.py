@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from stars_fast.training.step.batches import MicroBatch
-    from stars_fast.training.step.samples import Samples
+from stars_fast.data.batches import MicroBatch
+from stars_fast.tokens import Tokens
 
 Turn = Callable[[Tensor], Tensor]
 """One turn of the shared block on the samples of a micro-batch, h [B, S, D] -> [B, S, D]; a `Dual`
@@ -32,7 +30,7 @@ class Loop(ABC, nn.Module):
         """Token ids [B, S] int64 -> h^(0) [B, S, D]."""
 
     @abstractmethod
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         """The turn for states of the shape, dtype and device of `h`, whose samples these are."""
 
     @abstractmethod

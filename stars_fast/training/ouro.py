@@ -14,6 +14,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
+from stars_fast.data.batches import Source
 from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
@@ -23,7 +24,6 @@ from stars_fast.training.chats import PackedChats, PaddedChats
 from stars_fast.training.config import EvalConfig, RunConfig
 from stars_fast.training.run.task import Results
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.batches import Source
 from stars_fast.training.step.precision import autocast, parameter_dtype
 from stars_fast.training.step.step import root_of
 

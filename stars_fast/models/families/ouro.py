@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,12 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
+from stars_fast.data.batches import MicroBatch
 from stars_fast.models.families import Family
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Turn, matrix_weights
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
-
-if TYPE_CHECKING:
-    from stars_fast.training.step.batches import MicroBatch
-    from stars_fast.training.step.samples import Samples
+from stars_fast.tokens import Tokens
 
 TINY = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
@@ -71,7 +69,7 @@ class OuroLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         model = self.model.model
         context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)

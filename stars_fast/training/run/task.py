@@ -7,8 +7,8 @@ from typing import Protocol
 from torch import nn
 
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.data.batches import Source
 from stars_fast.models.loop import Loop
-from stars_fast.training.step.batches import Source
 
 Results = dict[str, dict[int, float]]
 """Figures by number of turns, by name: {"accuracy": {4: 0.98, 8: 0.97}}."""

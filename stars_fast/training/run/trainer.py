@@ -12,6 +12,7 @@ from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.data.batches import Batches, MicroBatch, Prefetch
 from stars_fast.training.config import RunConfig, task_of
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
@@ -24,7 +25,6 @@ from stars_fast.training.run.trackers import check_trackers, open_trackers
 from stars_fast.training.scale.distributed import World, processes
 from stars_fast.training.scale.fit_memory import fit_memory
 from stars_fast.training.scale.parallel import parallelise
-from stars_fast.training.step.batches import Batches, MicroBatch, Prefetch
 from stars_fast.training.step.cost import step_cost
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.precision import rounding_warning
@@ -195,7 +195,7 @@ class Trainer:
         if self.meter.peak is None:
             return 0.0
         turns = [
-            self.task.loop.turn_flops(batch.samples.lengths(batch.tokens.shape[1]))
+            self.task.loop.turn_flops(batch.samples.lengths)
             * step_cost(self.costs, turns, plan.step, self.rest)
             for turns, batch in zip(plan.turns, window, strict=True)
         ]
@@ -276,7 +276,7 @@ class Trainer:
             ]
         )
         self.rest = self.task.loop.outside_block(supervised / places)
-        samples = window[0].step_samples / window[0].pieces
+        samples = window[0].step_samples / window[0].step_micro_batches
         part = config.penalty.fraction
         if config.penalty.draw == "samples":
             part = drawn_part(part, samples)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from stars_fast.data.batches import Batches
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.memory import Choice, activation_budget, agree, choose
-from stars_fast.training.step.batches import Batches
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.step import StepLoss, root_of
 

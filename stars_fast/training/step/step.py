@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from stars_fast.base.seeds import derive, seed_dropout
+from stars_fast.data.batches import MicroBatch
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Loop
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.memory import Activations, measure_activations
 from stars_fast.training.scale.parallel import gradient_sync
-from stars_fast.training.step.batches import MicroBatch
 from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next, penalty_factor
 from stars_fast.training.step.losses import adjacent_l2
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
@@ -108,7 +108,7 @@ class StepLoss(nn.Module):
         elif jacobian:
             penalty = penalty_at_next(loop, turn, states, batch, config, plan.step, recompute)
         elif kind == "l2":
-            penalty = adjacent_l2(states, batch.samples.mask, batch.samples.cu_seqlens)
+            penalty = adjacent_l2(states, batch.samples.real, batch.samples.cu_seqlens)
         loss = loop.token_loss(h, batch, window_tokens)
         penalty = penalty * (factor * batch.share)
         shares = torch.stack([loss.detach(), penalty.detach()])
@@ -121,7 +121,7 @@ class StepLoss(nn.Module):
             turn = loop.turn(self.start(batch), samples)
 
         def dual(block: Block, h: Tensor) -> Tensor:
-            mask = None if samples.mask is None else samples.mask.to(h.device)
+            mask = None if samples.real is None else samples.real.to(h.device)
             return fused_jsrr(block, h, mask=mask, cu_seqlens=samples.cu_seqlens)
 
         # Of a part of the samples the dual pass may now and then be that of the whole micro-batch.

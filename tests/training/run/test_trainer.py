@@ -90,7 +90,7 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     """The step's loss and gradient against the sum of the formula, written out."""
     from stars_fast import fused_jsrr
     from stars_fast.data.addition import AdditionData
-    from stars_fast.training.step.batches import Batches
+    from stars_fast.data.batches import Batches
     from stars_fast.training.step.samples import sample_noise
 
     config = tiny(method="jsrr", penalty={"weight": 0.3})
@@ -106,7 +106,7 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
         h = model.block(h)
     logits = model.head(model.coda(h)).flatten(0, 1)[batch.positions]
     token_loss = torch.nn.functional.cross_entropy(logits, batch.labels)
-    mask = batch.samples.mask
+    mask = batch.samples.real
     v = sample_noise(h, batch.samples, config.seed, 0, range(16))
     want = 0.7 * token_loss + 0.3 * fused_jsrr(model.block, h, v=v, mask=mask)
     torch.testing.assert_close(got, want)
