@@ -12,10 +12,10 @@ from torch import Tensor
 from benchmarks.published import Published
 from benchmarks.workload import RandomChats, one_by_one, random_model
 from stars_fast.data.batches import MicroBatch, micro_batch, to_device
+from stars_fast.data.documents import PackedChats
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.tokens import Tokens
-from stars_fast.training.chats import PackedChats
 from stars_fast.training.config import config_from
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.step import Plan, StepLoss

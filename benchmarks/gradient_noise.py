@@ -35,11 +35,11 @@ from stars_fast.base.checkpoints import load_weights
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch
+from stars_fast.data.samples import drawn_part
 from stars_fast.training.config import load_config, task_of
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next
 from stars_fast.training.step.penalty import PenaltyConfig
-from stars_fast.training.step.samples import drawn_part
 from stars_fast.training.step.step import StepLoss
 from stars_fast.training.step.turns import KEEP_ALL, run_turns
 

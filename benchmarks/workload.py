@@ -13,8 +13,8 @@ from torch import Tensor
 from benchmarks import published
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches, MicroBatch
+from stars_fast.data.documents import PackedChats
 from stars_fast.models.depth import DepthLaw
-from stars_fast.training.chats import PackedChats
 from stars_fast.training.step.precision import parameter_dtype
 
 MICROS = 4

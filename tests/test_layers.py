@@ -21,7 +21,6 @@ DEBTS = {
     ("analysis.singular", "rows"),
     ("analysis.spectrum", "rows"),
     ("analysis.subjects", "training.addition"),
-    ("analysis.subjects", "training.chats"),
     ("analysis.subjects", "training.config"),
     ("analysis.trajectory", "rows"),
     ("evaluation.validation", "training.scale.distributed"),

@@ -153,10 +153,10 @@ class Unseen(Sums):
 def _ouro(source: str, config: Any, request: Request) -> Subject:
     """A run with its configuration, or a checkpoint without one."""
     need("transformers", "Ouro models")
+    from stars_fast.data.documents import PaddedChats
     from stars_fast.models.families.ouro import OuroLoop
     from stars_fast.models.ouro.config import OuroConfig
     from stars_fast.models.saved import find_model, load_model, load_tokenizer
-    from stars_fast.training.chats import PaddedChats
 
     if request.text is None and config is None:
         raise ConfigError(

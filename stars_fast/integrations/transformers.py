@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_kind
 from stars_fast.base.seeds import derive
+from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
@@ -32,7 +33,6 @@ from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import Tokens
 from stars_fast.training.step.penalty import PenaltyConfig
-from stars_fast.training.step.samples import draw_samples, drawn_number, sample_noise
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -16,11 +16,11 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import Source
 from stars_fast.data.chat import ChatDataConfig
+from stars_fast.data.documents import PackedChats, PaddedChats
 from stars_fast.data.packing import efficiency
 from stars_fast.data.tokenised import TokenisedChats, load_chats
 from stars_fast.models.families import family_named
 from stars_fast.models.families.ouro import FAMILY, OuroSection
-from stars_fast.training.chats import PackedChats, PaddedChats
 from stars_fast.training.config import EvalConfig, RunConfig
 from stars_fast.training.run.task import Results
 from stars_fast.training.scale.distributed import World

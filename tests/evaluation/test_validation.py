@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from stars_fast.data import IGNORE
+from stars_fast.data.documents import PaddedChats
 from stars_fast.evaluation.validation import validation_losses
 from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.chats import PaddedChats
 from stars_fast.training.config import config_from
 from stars_fast.training.ouro import load
 from stars_fast.training.scale.distributed import World

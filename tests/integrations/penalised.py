@@ -6,9 +6,9 @@ from ouro_models import tokens
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stars_fast.base.seeds import derive
+from stars_fast.data.samples import sample_noise
 from stars_fast.integrations.transformers import JacobianPenalty
 from stars_fast.tokens import Tokens
-from stars_fast.training.step.samples import sample_noise
 
 IGNORED = -100
 

@@ -13,6 +13,7 @@ from stars_fast.base.checkpoints import latest
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
+from stars_fast.data.samples import drawn_part
 from stars_fast.training.config import RunConfig, task_of
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
@@ -28,7 +29,6 @@ from stars_fast.training.scale.parallel import parallelise
 from stars_fast.training.step.cost import step_cost
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.precision import rounding_warning
-from stars_fast.training.step.samples import drawn_part
 from stars_fast.training.step.schedule import beyond_the_end
 from stars_fast.training.step.step import Plan, StepLoss, plan_step, train_step
 

@@ -18,11 +18,15 @@ from torch import Tensor
 
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import (
+    draw_samples,
+    drawn_number,
+    sample_noise,
+)
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Loop, Turn
 from stars_fast.tokens import Subset, put_together
 from stars_fast.training.config import RunConfig
-from stars_fast.training.step.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.training.step.turns import Block, Recompute, by_layer, dual_block
 
 

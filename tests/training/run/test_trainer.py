@@ -91,7 +91,7 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     from stars_fast import fused_jsrr
     from stars_fast.data.addition import AdditionData
     from stars_fast.data.batches import Batches
-    from stars_fast.training.step.samples import sample_noise
+    from stars_fast.data.samples import sample_noise
 
     config = tiny(method="jsrr", penalty={"weight": 0.3})
     model = make_model(config)

@@ -6,8 +6,8 @@ import torch
 from ouro_runs import ouro_run
 
 from stars_fast.data.batches import Batches
+from stars_fast.data.documents import PackedChats
 from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.chats import PackedChats
 from stars_fast.training.ouro import load
 from stars_fast.training.scale.memory import _Kept
 from stars_fast.training.step.step import Plan, StepLoss

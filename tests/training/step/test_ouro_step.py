@@ -18,8 +18,8 @@ from ouro_runs import ouro_run
 
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches
+from stars_fast.data.documents import PackedChats, PaddedChats, next_tokens
 from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.chats import PackedChats, PaddedChats, next_tokens
 from stars_fast.training.ouro import load
 from stars_fast.training.step import jacobian
 from stars_fast.training.step.step import Plan, StepLoss
@@ -170,7 +170,7 @@ def test_one_document_does_not_change_the_others_by_a_bit(trained):
 
 def written_out(step_loss, batch, at, detach, weight):
     """(1 - weight) L + weight R, with the Jacobian-vector product by torch.func."""
-    from stars_fast.training.step.samples import sample_noise
+    from stars_fast.data.samples import sample_noise
 
     before, turn = states(step_loss, batch, TURNS - 2)
     h = turn(before)

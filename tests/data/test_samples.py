@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from stars_fast.data.samples import draw_samples, sample_noise
 from stars_fast.tokens import Tokens, packed_tokens, padded_tokens, put_together
-from stars_fast.training.step.samples import draw_samples, sample_noise
 
 LENGTHS = [3, 1, 4, 2]
 PACKED = packed_tokens(LENGTHS)
