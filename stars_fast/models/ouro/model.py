@@ -116,14 +116,13 @@ class OuroModel(OuroPreTrainedModel):
         self.post_init()
 
     def set_gate(self, gate: str) -> None:
-        """What becomes of the exit gate: "trained", "frozen" or "ignored" (`OuroConfig.gate`).
+        """Say what becomes of the exit gate: "frozen" or "ignored" (`OuroConfig.gate`).
 
-        Only a trained gate has parameters that want gradients, and the loss then reaches them, so
-        that DistributedDataParallel needs no `find_unused_parameters`.
+        Its parameters want no gradient: DistributedDataParallel needs no `find_unused_parameters`.
         """
         check_gate(gate)
         self.config.gate = gate
-        self.early_exit_gate.requires_grad_(gate == "trained")
+        self.early_exit_gate.requires_grad_(False)
 
     def prepare(
         self,
