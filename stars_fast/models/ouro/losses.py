@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.exit_loss import exit_weighted_loss
-from stars_fast.models.ouro.layers import is_plain_linear
+from stars_fast.models.plain_linear import is_plain_linear
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100
