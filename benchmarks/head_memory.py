@@ -19,11 +19,13 @@ import subprocess
 import sys
 import time
 
-WAYS = ("plain", "ours", "liger")
+HEAD_WAYS = ("plain", "ours", "liger")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def measure(way: str, dtype: str, share: float, options: argparse.Namespace) -> dict[str, float]:
+def measure_head(
+    way: str, dtype: str, share: float, options: argparse.Namespace
+) -> dict[str, float]:
     """MiB that the process grows by in one forward + backward, and seconds of another."""
     import resource
 
@@ -82,7 +84,7 @@ def measure(way: str, dtype: str, share: float, options: argparse.Namespace) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ways", nargs="+", default=["plain", "ours"], choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=["plain", "ours"], choices=HEAD_WAYS)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
     parser.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.25])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -96,7 +98,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         way, dtype, share = options.one
-        print(json.dumps(measure(way, dtype, float(share), options)))
+        print(json.dumps(measure_head(way, dtype, float(share), options)))
         return
     print("| head | dtype | supervised | peak, MiB | time, ms |")
     print("|---" * 5 + "|", flush=True)

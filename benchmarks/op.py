@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import (
-    Case,
+    OpCase,
     attention_case,
     backends,
     errors,
@@ -34,7 +34,7 @@ OPS = ("rms_norm", "layer_norm", "sandwich", "swiglu", "gelu", "softmax", "rotar
 FLEX = "FlexAttention"
 """A plain flash attention in the language of ours, Triton."""
 DIRECTIONS = ("forward", "backward")
-COLUMNS = {
+OP_COLUMNS = {
     "forward_us": ("fwd, us", ".1f"),
     "forward_spread": ("spread", ".1%"),
     "forward_ratio": ("ratio", ".2f"),
@@ -86,12 +86,12 @@ def run(options: argparse.Namespace) -> int:
         "rows": {},
     }
     bad = []
-    for timed, checked in cases(device, options.small):
+    for timed, checked in op_cases(device, options.small):
         if options.ops and timed.name.partition("-")[0] not in options.ops:
             continue
-        rows = rows_of(timed, checked, names, dtype, device, repeats, peaks)
+        rows = op_rows(timed, checked, names, dtype, device, repeats, peaks)
         print(f"\n{timed.name} {[list(t.shape) for t in timed.stacks]}")
-        show(rows, COLUMNS)
+        show(rows, OP_COLUMNS)
         result["rows"][timed.name] = {
             "shapes": [list(t.shape) for t in timed.stacks],
             "checked": [list(t.shape) for t in checked.stacks],
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
+def op_cases(device: str, small: bool) -> list[tuple[OpCase, OpCase]]:
     """What is timed, and the same at a size that can be checked."""
     if small:
         rows, width, hidden = 33, 64, 176
@@ -131,9 +131,9 @@ def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
     return found
 
 
-def rows_of(
-    timed: Case,
-    checked: Case,
+def op_rows(
+    timed: OpCase,
+    checked: OpCase,
     names: list[str],
     dtype: torch.dtype,
     device: str,
@@ -187,7 +187,7 @@ def rows_of(
 
 
 def _figures(
-    case: Case,
+    case: OpCase,
     name: str,
     way: str,
     times: Mapping[str, list[float]],
@@ -215,7 +215,7 @@ def _figures(
     return {f"{way}_{key}": value for key, value in row.items()}
 
 
-def attention_flops(case: Case, way: str) -> int:
+def attention_flops(case: OpCase, way: str) -> int:
     """Of plain causal attention: 2 products forward, 5 backward, each of half the square. Its dual
     has three times as many."""
     _, batch, heads, length, width = case.stacks[0].shape

@@ -35,7 +35,7 @@ from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def build(options: argparse.Namespace) -> OuroForCausalLM:
+def build_model(options: argparse.Namespace) -> OuroForCausalLM:
     small = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
     sizes = small | {"vocab_size": 320} if options.small else {}
     config = OuroConfig(num_hidden_layers=options.layers, **sizes)
@@ -91,20 +91,20 @@ def grown(net: OuroForCausalLM, way: Callable[[], Any]) -> int:
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
 
 
-def both(net: OuroForCausalLM, way: Callable[[], Any]) -> None:
+def forward_backward(net: OuroForCausalLM, way: Callable[[], Any]) -> None:
     """Forward and backward; the model keeps its gradients."""
     net.zero_grad(set_to_none=True)
     way().backward()
 
 
-def passes(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
+def time_part(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of the ways of a part."""
     ways = {"turn": turn_ways, "step": step_ways}[part](net, options)
     if net.device.type == "cuda":
         memory = {name: grown(net, way) for name, way in ways.items()}
     else:
         memory = {name: _in_its_own_process(part, name) for name in ways}
-    runs = {name: partial(both, net, way) for name, way in ways.items()}
+    runs = {name: partial(forward_backward, net, way) for name, way in ways.items()}
     rows = figures(interleaved(runs, options.repeats, net.device), {})
     print(part)
     show(rows)
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("PART", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    net = build(options)
+    net = build_model(options)
     if options.one:
         part, way = options.one
         ways = {"turn": turn_ways, "step": step_ways}[part]
@@ -165,7 +165,7 @@ def main() -> None:
     }  # fmt: skip
     for part in options.parts:
         result[part] = (
-            generation(net, options) if part == "generate" else passes(part, net, options)
+            generation(net, options) if part == "generate" else time_part(part, net, options)
         )
         if options.json:
             with open(options.json, "w") as file:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks import growth
-from benchmarks.block import checked_backend, rows_of
-from benchmarks.blocks import Shape, build
+from benchmarks.block import checked_backend, way_rows
+from benchmarks.blocks import Shape, build_block
 from benchmarks.report import FULL, Row, reason, show, write
 from benchmarks.ways import OURS
 from stars_fast import ops
@@ -24,7 +24,7 @@ from stars_fast.base import machine
 from stars_fast.base.optional import need
 from stars_fast.base.plots import COLOURS, MARKERS
 
-WAYS = ("plain", "dual", "double_backward", "func_jvp")
+SCALED_WAYS = ("plain", "dual", "double_backward", "func_jvp")
 REPEATS = 10
 AXES = {
     "length": "tokens of a sample",
@@ -68,7 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this level alone."""
     parser.add_argument("--out", default="scaling", metavar="DIR", help="(default: scaling)")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}"
+        "--ways",
+        nargs="+",
+        choices=SCALED_WAYS,
+        default=SCALED_WAYS,
+        metavar="WAY",
+        help=f"of {', '.join(SCALED_WAYS)}",
     )
     parser.add_argument(
         "--backend", choices=ops.BACKENDS, help="force one for our ops (default: the best)"
@@ -150,7 +155,7 @@ def _point(
     failed: dict[str, Row] = {}
     for name in names:
         try:
-            mib = growth.growth(name, shape, device, dtype, limit, backend)
+            mib = growth.way_growth(name, shape, device, dtype, limit, backend)
         except RuntimeError as error:
             failed[name] = {"failed": reason(error)}
         else:
@@ -160,9 +165,9 @@ def _point(
                 memory[name] = mib
     if "plain" in failed:
         return {name: failed.get(name, {"failed": "plain failed"}) for name in names}
-    block, h, u = build(shape, device, dtype)
+    block, h, u = build_block(shape, device, dtype)
     with ops.backend(backend):
-        rows = rows_of(list(memory), shape, block, h, u, repeats)
+        rows = way_rows(list(memory), shape, block, h, u, repeats)
     for name, row in rows.items():
         row["mib"] = memory[name]
     return {name: failed.get(name) or rows[name] for name in names}

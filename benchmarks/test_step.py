@@ -6,9 +6,9 @@ pytest benchmarks/test_step.py --benchmark-only
 import pytest
 import torch
 
-from benchmarks.agreement import check
+from benchmarks.agreement import check_agreement
 from benchmarks.step import PRECISION
-from benchmarks.step_cases import CASES
+from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.timing import waiter
 from stars_fast.training.step.precision import PRECISIONS
@@ -22,7 +22,7 @@ def bench(request):
     device = request.config.getoption("--bench-device", default="cpu")
     precision = precision_of(device, request.config.getoption("--bench-dtype", default=None))
     shared = Bench("tiny", device, precision, tokens=None, repeats=ROUNDS, layers=None)
-    check(shared.fields, torch.device(device), precision)
+    check_agreement(shared.fields, torch.device(device), precision)
     return shared
 
 
@@ -35,9 +35,9 @@ def precision_of(device, dtype):
     return dtype or PRECISION[device]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEP_CASES)
 def test_step(benchmark, bench, name):
-    case = CASES[name]
+    case = STEP_CASES[name]
     steps = Steps(bench, case)
     steps.prepare()
     assert steps.failed is None, steps.failed

@@ -27,10 +27,11 @@ from torch import Tensor
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import HostBatch
-from stars_fast.data.samples import Samples
 from stars_fast.models.ouro.losses import next_tokens
+from stars_fast.tokens import packed_tokens, padded_tokens
 from stars_fast.training import ouro
 from stars_fast.training.config import config_from
+from stars_fast.training.run.folder import open_run
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import Trainer
 from stars_fast.training.scale.distributed import processes
@@ -124,9 +125,9 @@ class Given:
         real = mask.bool()
         targets = next_tokens(labels, real)
         if not self.packing:
-            return HostBatch(tokens, targets, Samples(len(rows), real))
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-        return HostBatch(tokens[real][None], targets[real][None], Samples(len(rows), None, bounds))
+            return HostBatch(tokens, targets, padded_tokens(real))
+        samples = packed_tokens(mask.sum(1).tolist())
+        return HostBatch(tokens[real][None], targets[real][None], samples)
 
 
 def our_rate(
@@ -165,7 +166,7 @@ def our_rate(
         task = Task(config, world)
         trainer = Trainer(config, task, run, world)
         trainer._draw = lambda *_: None
-        run.open(config, 1)
+        open_run(run, config, 1)
         trainer.run()
         rows = read_metrics(run.metrics)
     done = [row["tokens"] for row in rows]

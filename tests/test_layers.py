@@ -23,8 +23,6 @@ DEBTS = {
     ("analysis.subjects", "training.addition"),
     ("analysis.subjects", "training.config"),
     ("analysis.trajectory", "rows"),
-    ("evaluation.validation", "training.scale.distributed"),
-    ("evaluation.validation", "training.step.step"),
     ("jsrr", "rows"),
     ("training.step.losses", "rows"),
 }

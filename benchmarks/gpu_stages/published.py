@@ -12,12 +12,12 @@ import torch
 
 from benchmarks import block as block_level
 from benchmarks import growth
-from benchmarks.blocks import SHAPES, build
+from benchmarks.blocks import SHAPES, build_block
 from benchmarks.gpu_stages.checks import ouro
-from benchmarks.gpu_stages.operations import cases as op_cases
+from benchmarks.gpu_stages.operations import gpu_op_cases as op_cases
 from benchmarks.gpu_stages.operations import time_cases
 from benchmarks.gpu_stages.report import Report
-from benchmarks.gpu_stages.steps import cases as step_cases
+from benchmarks.gpu_stages.steps import time_steps as step_cases
 from benchmarks.report import show
 from benchmarks.ways import COMPILED, NAMES, OURS, missing
 
@@ -67,9 +67,9 @@ def time_block(
         for way in ways:
             if not way.endswith(COMPILED) and missing(way, device) is None:
                 with suppress(RuntimeError):  # why a way fails is in its row
-                    mib[way] = growth.growth(way, shape, device, dtype, math.inf, None)
-    block, h, u = build(shape, device, dtype)
-    rows = block_level.rows_of(ways, shape, block, h, u, 1 if small else 3)
+                    mib[way] = growth.way_growth(way, shape, device, dtype, math.inf, None)
+    block, h, u = build_block(shape, device, dtype)
+    rows = block_level.way_rows(ways, shape, block, h, u, 1 if small else 3)
     for way, row in rows.items():
         if "failed" not in row:
             row["mib"] = mib.get(way)

@@ -20,12 +20,12 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.addition import AdditionData
 from stars_fast.data.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
-from stars_fast.data.samples import Samples
 from stars_fast.data.sources import READERS
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.models.loop import Loop
+from stars_fast.tokens import padded_tokens
 from stars_fast.training.addition import Sums, load_model
 from stars_fast.training.config import load_config
 
@@ -144,7 +144,7 @@ class Unseen(Sums):
 
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch("test", torch.from_numpy(units))
-        return HostBatch(tokens, targets, Samples(len(units), mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 # -- Ouro

@@ -139,8 +139,8 @@ class Task:
 
     def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         """The validation loss, and lm-eval's metrics, by number of turns."""
-        from stars_fast.evaluation.in_training import run_tasks
-        from stars_fast.evaluation.validation import validation_losses
+        from stars_fast.training.run.in_training import run_tasks
+        from stars_fast.training.run.validation import validation_losses
 
         config, world = self.config, self.world
         results: Results = {}

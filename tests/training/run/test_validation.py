@@ -9,10 +9,10 @@ from torch import nn
 
 from stars_fast.data import IGNORE
 from stars_fast.data.documents import PaddedChats
-from stars_fast.evaluation.validation import validation_losses
 from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.config import config_from
 from stars_fast.training.ouro import load
+from stars_fast.training.run.validation import validation_losses
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.step import StepLoss
 
