@@ -218,7 +218,8 @@ class PlainOps:
     """The ops of a layer in plain PyTorch, which torch.func can go through."""
 
     @staticmethod
-    def rms_norm(x, weight, eps, dual=False):
+    def rms_norm(x, weight, eps, dtype=None, dual=False):
+        assert dtype in (None, x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     @classmethod
