@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stars_fast.models.ouro.layers import is_plain_linear
+from stars_fast.models.plain_linear import is_plain_linear
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100

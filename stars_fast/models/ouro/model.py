@@ -150,20 +150,19 @@ class OuroModel(OuroPreTrainedModel):
             context: from `prepare`.
             index: of the turn; it matters for the cache alone.
         """
-        if isinstance(h, Dual):
-            with on_stacks():
-                x = self._layers(h.stack, context, index, True)
-            return Dual(x)
-        return self._layers(h, context, index, False)
+        if not isinstance(h, Dual):
+            return self._layers(h, context, index)
+        with on_stacks():
+            return self._layers(h, context, index)
 
-    def _layers(self, x: Tensor, context: Context, index: int, dual: bool) -> Tensor:
+    def _layers(self, h: Tensor, context: Context, index: int) -> Tensor:
         recompute = self._recomputes()
         for layer in self.layers:
             if recompute:
-                x = self._gradient_checkpointing_func(layer, x, context, index, dual)
+                h = self._gradient_checkpointing_func(layer, h, context, index)
             else:
-                x = layer(x, context, index, dual)
-        return self.norm(x, dual)
+                h = layer(h, context, index)
+        return self.norm(h)
 
     def forward(
         self,
