@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.analysis.report.summary import number
 from stars_fast.analysis.spectrum import settled_radius
-from stars_fast.analysis.summary import number
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.base.files import write_text
 from stars_fast.base.machine import describe
