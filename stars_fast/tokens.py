@@ -217,10 +217,10 @@ class Tokens:
         return self._each(lambda x: x.pin_memory())
 
     def take_rows(self, chosen: Tensor) -> Tokens:
-        """Some rows of the batch alone, which is not packed by `cu_seqlens`: [k] int64."""
-        return replace(
-            self._each(lambda x: x if len(x) == 1 < self.rows else x[chosen]), rows=len(chosen)
-        )
+        """Some rows of the batch alone: [k] int64."""
+        if self.rows == 1:
+            return self
+        return replace(self._each(lambda x: x if len(x) == 1 else x[chosen]), rows=len(chosen))
 
     def _each(self, change: Any) -> Tokens:
         names = ("real", "cu_seqlens", "position_ids", "restarts")
@@ -408,9 +408,10 @@ def check_bounds(cu_seqlens: Any, shape: torch.Size) -> None:
             on another device than the CPU are looked at there, and fail there.
     """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected a tensor, got {type(cu_seqlens).__name__}")
+        kind = type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected a tensor of integers, got {kind}")
     if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
-        raise TypeError(f"cu_seqlens: expected a tensor of integers, got {cu_seqlens.dtype}")
+        raise TypeError(f"cu_seqlens: expected integers, got {cu_seqlens.dtype}")
     if len(shape) != 3 or shape[0] != 1:
         raise ValueError(f"h: expected shape [1, total, D] with cu_seqlens, got {list(shape)}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:

@@ -300,11 +300,8 @@ def test_the_loss_is_fp32_for_narrower_states(block, dtype):
         ({"mask": torch.ones(2, 4)}, ValueError, r"mask: expected shape \[B, S\]"),
         ({"mask": [1]}, TypeError, "mask: expected a tensor"),
         ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, r"expected shape \[1, total, D\]"),
-        (
-            {"cu_seqlens": torch.tensor([0.0, 5.0])},
-            TypeError,
-            "cu_seqlens: expected a tensor of int",
-        ),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens: expected integers, got"),
+        ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected a tensor of integers, got list"),
         ({"power_steps": 0}, ValueError, "power_steps: expected an integer of at least 1, got 0"),
         ({"normalize": "row"}, ValueError, "normalize: expected 'sample' or 'batch', got 'row'"),
         ({"fraction": 0.0}, ValueError, r"fraction: expected a number in \(0, 1\], got 0.0"),

@@ -18,7 +18,8 @@ from torch import Tensor
 from stars_fast.analysis.krylov import Radius, krylov_radius, unit
 from stars_fast.dual.repeatable import repeatable
 from stars_fast.jsrr import fused_jvp
-from stars_fast.rows import Rows, sample_of
+from stars_fast.ops.sample_norms import SampleNorms, sample_norms
+from stars_fast.tokens import take_rows
 
 Operator = Callable[[Tensor], Tensor]
 
@@ -111,18 +112,22 @@ def settled_radius(
     return krylov_radius(apply, _start(h, rows, generator), steps=steps, tol=tol)
 
 
-def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> Rows:
+def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> SampleNorms:
     if not isinstance(h, Tensor) or not h.is_floating_point():
         raise TypeError("h: expected a floating-point tensor")
     if steps < 2:
         raise ValueError(f"steps: expected at least 2, got {steps!r}")
     if not 0 < tol < 1:
         raise ValueError(f"tol: expected a number in (0, 1), got {tol!r}")
-    return Rows.of(h, mask, None)
+    return sample_norms(h, mask)
 
 
 def _jacobian(
-    block: Callable[..., Any], h: Tensor, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
+    block: Callable[..., Any],
+    h: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rows: SampleNorms,
 ) -> Operator:
     """The Jacobian of all samples at once, on their real tokens; one for all products, also where
     the block draws random numbers."""
@@ -135,7 +140,7 @@ def _jacobian(
     return apply
 
 
-def _start(h: Tensor, rows: Rows, generator: torch.Generator | None) -> Tensor:
+def _start(h: Tensor, rows: SampleNorms, generator: torch.Generator | None) -> Tensor:
     """A random vector of each sample, 0 on pads."""
     start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
     return start if rows.valid is None else start * rows.valid
@@ -209,7 +214,7 @@ def _arnoldi(
     block: Callable[..., Any],
     h: Tensor,
     extra: tuple[Sequence[Any], dict[str, Any]],
-    rows: Rows,
+    rows: SampleNorms,
     start: Tensor,
     index: int,
     steps: int,
@@ -219,7 +224,7 @@ def _arnoldi(
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
     block = repeatable(block)
-    sample, (args, kwargs) = sample_of(h, extra, index)
+    sample, (args, kwargs) = _sample_of(h, extra, index)
     keep = torch.ones_like(sample, dtype=torch.bool)
     if rows.valid is not None:
         keep = keep & (rows.valid[index : index + 1] > 0)
@@ -251,3 +256,9 @@ def _arnoldi(
             ) from error
         values = error.eigenvalues
     return float(np.abs(values).max())
+
+
+def _sample_of(h: Tensor, tree: Any, index: int) -> tuple[Tensor, Any]:
+    """Sample `index` of a state and of the arguments that go with it, as a batch of one."""
+    chosen = torch.tensor([index], device=h.device)
+    return h[index : index + 1], take_rows(tree, chosen, h.shape[0], h.shape[1])
