@@ -29,7 +29,6 @@ from stars_fast import ops
 from stars_fast.base import machine
 from stars_fast.base.errors import ConfigError
 
-REPEATS = 30
 OPS = ("rms_norm", "layer_norm", "sandwich", "swiglu", "gelu", "softmax", "rotary", "attention")
 FLEX = "FlexAttention"
 """A plain flash attention in the language of ours, Triton."""
@@ -61,9 +60,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)"
     )
-    parser.add_argument(
-        "--backend", choices=ops.BACKENDS, help="this one alone (default: all that answer)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -77,7 +73,6 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--backend: expected one for {device} and {options.dtype}, got {options.backend}"
         )
-    repeats = options.repeats or (2 if options.small else REPEATS)
     peaks = measured_peaks(device, dtype)
     result: dict[str, Any] = {
         "machine": machine.describe(device),
@@ -89,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     for timed, checked in op_cases(device, options.small):
         if options.ops and timed.name.partition("-")[0] not in options.ops:
             continue
-        rows = op_rows(timed, checked, names, dtype, device, repeats, peaks)
+        rows = op_rows(timed, checked, names, dtype, device, options.repeats, peaks)
         print(f"\n{timed.name} {[list(t.shape) for t in timed.stacks]}")
         show(rows, OP_COLUMNS)
         result["rows"][timed.name] = {
