@@ -49,10 +49,10 @@ OP_COLUMNS = {
     "error": ("error", ".1e"),
 }
 _CHECKED_LENGTH = 512
-"""Of attention: the reference holds its matrices in fp64."""
+"""Longest attention that is checked: the reference holds its matrices in fp64."""
 
 Contender = tuple[Row, dict[str, Run]]
-"""What is known before it is timed, and its runs by direction."""
+"""Figures known before anything is timed, and the runs by direction."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def op_cases(device: str, small: bool) -> list[tuple[OpCase, OpCase]]:
-    """What is timed, and the same at a size that can be checked."""
+    """Pairs of a case that is timed and the same at a size that can be checked."""
     if small:
         rows, width, hidden = 33, 64, 176
         shapes = [(1, 2, 2, 48, 16)]
@@ -211,8 +211,8 @@ def _figures(
 
 
 def attention_flops(case: OpCase, way: str) -> int:
-    """Of plain causal attention: 2 products forward, 5 backward, each of half the square. Its dual
-    has three times as many."""
+    """FLOPs of plain causal attention: 2 products forward, 5 backward, each of half the square.
+    Its dual has three times as many."""
     _, batch, heads, length, width = case.stacks[0].shape
     return {"forward": 2, "backward": 5}[way] * batch * heads * length**2 * width
 

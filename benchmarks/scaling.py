@@ -60,7 +60,7 @@ _SMALL = (
 )
 
 Points = dict[int, dict[str, Row]]
-"""Of an axis: value -> way -> figures."""
+"""Points of an axis: value -> way -> figures."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

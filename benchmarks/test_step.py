@@ -18,7 +18,7 @@ ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def bench(request):
-    """What the cases share, once the published way has been seen to compute what ours does."""
+    """Shared by the cases, once the published way has been seen to compute what ours does."""
     device = request.config.getoption("--bench-device", default="cpu")
     precision = precision_of(device, request.config.getoption("--bench-dtype", default=None))
     shared = Bench("tiny", device, precision, tokens=None, repeats=ROUNDS, layers=None)
