@@ -31,6 +31,7 @@ from stars_fast.models.ouro.losses import next_tokens
 from stars_fast.tokens import packed_tokens, padded_tokens
 from stars_fast.training import ouro
 from stars_fast.training.config import config_from
+from stars_fast.training.run.folder import open_run
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import Trainer
 from stars_fast.training.scale.distributed import processes
@@ -165,7 +166,7 @@ def our_rate(
         task = Task(config, world)
         trainer = Trainer(config, task, run, world)
         trainer._draw = lambda *_: None
-        run.open(config, 1)
+        open_run(run, config, 1)
         trainer.run()
         rows = read_metrics(run.metrics)
     done = [row["tokens"] for row in rows]

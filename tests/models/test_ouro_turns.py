@@ -485,7 +485,7 @@ def test_a_tolerance_never_reached_changes_nothing():
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads"),
         ({"hidden_act": "tanh"}, "hidden_act must be one of"),
         ({"attention_dropout": 0.1}, "attention_dropout must be 0"),
-        ({"gate": "open"}, "gate must be 'trained', 'frozen' or 'ignored', got 'open'"),
+        ({"gate": "open"}, "gate: expected 'frozen' or 'ignored', got 'open'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name one of"),
         ({"layer_types": ["sliding_attention"] * 24}, "sliding_window"),
         ({"head_dim": 7}, "head_dim must be even"),

@@ -1,38 +1,40 @@
-"""Attention of a turn: PyTorch's or an installed kernel library's for a tensor, our dual op for a
-stacked pair."""
+"""Attention of a turn: PyTorch's or an installed kernel library's for tensors, ours for pairs."""
 
 from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast import ops
+from stars_fast import functional
+from stars_fast.dual.tensor import Dual
 from stars_fast.models.ouro.visible import Visible
 
-if TYPE_CHECKING:
-    from stars_fast.models.ouro.layers import OuroAttention
+
+class Attention(Protocol):
+    """The part of an attention module that is read here."""
+
+    config: Any
+    scaling: float
 
 
 @torch.compiler.disable  # its kernels are compiled already, and packed documents differ each time
-def attend(
-    module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible, dual: bool
-) -> Tensor:
-    """[.., B, H, S, D] from q [.., B, H, S, D], k and v [.., B, Hkv, past + S, D].
+def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """[B, H, S, D] from q [B, H, S, D], k and v [B, Hkv, past + S, D], tensors or pairs.
 
-    `module` gives `scaling` and, for a tensor, the `config` whose `_attn_implementation` is used.
+    `module` gives `scaling` and, for tensors, the `config` whose `_attn_implementation` is used.
     """
     scale = module.scaling
-    if dual:
+    if type(q) is Dual:
         if visible.holes:
-            return ops.attention(q, k, v, visible.mask, scale=scale)
+            return functional.attention(q, k, v, visible.mask, scale=scale)
         if visible.spans is None:
-            return ops.attention(q, k, v, causal=True, scale=scale)
-        return ops.attention(q, k, v, scale=scale, spans=visible.spans)
+            return functional.attention(q, k, v, causal=True, scale=scale)
+        return functional.attention(q, k, v, scale=scale, spans=visible.spans)
     implementation = module.config._attn_implementation
     if implementation in ("sdpa", "eager", None):
         if visible.tokens.packed and implementation != "eager":
@@ -121,7 +123,7 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def _interface(
-    name: str, module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible
+    name: str, module: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Visible
 ) -> Tensor:
     """An attention of transformers' registry: flash-attn in its versions, FlexAttention, ..."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -203,7 +203,7 @@ def test_the_loss_and_its_gradient_are_the_formula(trained, at, detach, packed, 
     batch = batch_of(packed)
     got, parts, gradient = share(step_loss, batch, 0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stars_fast.models.ouro.layers.ops", PlainOps)
+        patch.setattr("stars_fast.functional.ops", PlainOps)
         loss, penalty, want = written_out(step_loss, batch, at, detach, 0.3)
         parameters = [p for p in step_loss.parameters() if p.requires_grad]
         expected = torch.autograd.grad(want, parameters)
@@ -218,7 +218,8 @@ class PlainOps:
     """The ops of a layer in plain PyTorch, which torch.func can go through."""
 
     @staticmethod
-    def rms_norm(x, weight, eps, dual=False):
+    def rms_norm(x, weight, eps, dtype=None, dual=False):
+        assert dtype in (None, x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     @classmethod
