@@ -120,7 +120,7 @@ class Tokens:
         if self.cu_seqlens is None:
             return None
         documents = torch.arange(self.count, device=self.device)
-        lengths = self.cu_seqlens.diff()
+        lengths = self.cu_seqlens.long().diff()
         return torch.repeat_interleave(documents, lengths, output_size=self.length)
 
     @cached_property
@@ -416,8 +416,9 @@ def check_bounds(cu_seqlens: Any, shape: torch.Size) -> None:
         raise ValueError(f"h: expected shape [1, total, D] with cu_seqlens, got {list(shape)}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
+    bounds = cu_seqlens.long()  # unsigned ones never fall
     _require(
-        (cu_seqlens[0] == 0) & (cu_seqlens[-1] == shape[1]) & (cu_seqlens.diff() >= 0).all(),
+        (bounds[0] == 0) & (bounds[-1] == shape[1]) & (bounds.diff() >= 0).all(),
         f"cu_seqlens: expected bounds that rise from 0 to total = {shape[1]}",
         cu_seqlens,
     )

@@ -124,7 +124,7 @@ def sample_norms(
         given = Tokens(1, h.shape[1], cu_seqlens=cu_seqlens, device=cu_seqlens.device)
         tokens = given.to(h.device)
         assert tokens.cu_seqlens is not None
-        lengths = tokens.cu_seqlens.diff()
+        lengths = tokens.cu_seqlens.long().diff()
         sizes = lengths.to(dtype) * h.shape[-1]
         return SampleNorms(None, sizes, tokens.owner, lengths, (sizes > 0).to(dtype))
     width = h.shape[1:].numel()
