@@ -40,7 +40,6 @@ from stars_fast import explain, ops
 from stars_fast.base import machine
 from stars_fast.base.errors import ConfigError
 
-REPEATS = 10
 MEMORY_WAYS = ("plain", "dual", "double_backward", "func_jvp", "autograd_jvp")
 _PATIENCE = 180.0
 """Seconds that a compiled way gets to compile and run."""
@@ -66,16 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ways", nargs="+", choices=NAMES, metavar="WAY", help=f"of {'; '.join(NAMES)}"
     )
     parser.add_argument(
-        "--backend", choices=ops.BACKENDS, help="force one for our ops (default: the best)"
-    )
-    parser.add_argument(
         "--memory", type=_lengths, metavar="512,1024", help="memory against these lengths, no times"
-    )
-    parser.add_argument(
-        "--memory-limit",
-        type=float,
-        metavar="MIB",
-        help="of a pass (default: 80 %% of what is free)",
     )
     parser.add_argument(
         "--profile", action="store_true", help="where the time of each way goes, no times"
@@ -89,11 +79,10 @@ def run(options: argparse.Namespace) -> int:
     """
     shapes = _shapes(options)
     names = list(options.ways or (MEMORY_WAYS if options.memory else NAMES))
-    dtype, backend = getattr(torch, options.dtype), checked_backend(options.backend)
+    dtype, backend = getattr(torch, options.dtype), options.backend
     if options.profile:
         _profile_all(shapes, names, options.device, dtype, backend)
         return 0
-    repeats = options.repeats or (2 if options.small else REPEATS)
     limit = growth.limit_mib(options.device, options.memory_limit)
     result: dict[str, Any] = {
         "machine": machine.describe(options.device),
@@ -119,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         block, h, u = build_block(shape, options.device, dtype)
         with ops.backend(backend):
             result["backends"][label] = explain(block, h).backends
-            rows = way_rows(names, shape, block, h, u, repeats)
+            rows = way_rows(names, shape, block, h, u, options.repeats)
         again = measured_peaks(options.device, dtype)  # a shared machine has better moments
         result["peaks"] = {key: max(peak, again[key]) for key, peak in result["peaks"].items()}
         for name, row in rows.items():
@@ -143,15 +132,6 @@ def run(options: argparse.Namespace) -> int:
     for name in bad:
         print(f"FAILED {name}")
     return 1 if bad else 0
-
-
-def checked_backend(name: str | None) -> str | None:
-    """The backend that is forced. Raises ConfigError if it is not here."""
-    try:
-        with ops.backend(name):
-            return name
-    except RuntimeError as error:
-        raise ConfigError(f"--{error}") from error
 
 
 def way_rows(

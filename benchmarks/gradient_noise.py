@@ -102,7 +102,7 @@ class Trained:
         return self._gradient(torch.stack(losses).mean())
 
     def r4(self) -> list[float]:
-        """Of the first samples, each by itself."""
+        """r4 of the first samples, each by itself."""
         _, states = self.states(self.batch, self.turns)
         found = []
         for i in range(min(8, self.batch.samples.count)):

@@ -113,7 +113,7 @@ def against_length(
 
 
 def columns(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Of the table of `against_length`."""
+    """Columns of the table of `against_length`."""
     return {way: (f"{way}, MiB", ".1f") for row in rows.values() for way in row}
 
 

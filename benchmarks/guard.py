@@ -24,7 +24,7 @@ import torch
 from benchmarks import op
 from benchmarks.block import way_rows
 from benchmarks.blocks import SHAPES, build_block
-from benchmarks.machine import measured_peaks
+from benchmarks.machine import measured_peaks, usual_dtype, usual_precision
 from benchmarks.report import Row, write
 from benchmarks.step import measure_steps
 from benchmarks.ways import OURS
@@ -32,16 +32,15 @@ from stars_fast.base import machine
 
 RECORDS = Path(__file__).parent / "results" / "ratios"
 GUARDED_BLOCKS = {"cpu": ("study", "addition"), "cuda": ("ouro", "ouro-8k")}
-STEP_SIZE = {"cpu": ("tiny", "float32"), "cuda": ("ouro", "mixed")}
+GUARDED_MODEL = {"cpu": "tiny", "cuda": "ouro"}
 GUARDED_STEPS = ("sft", "jsrr", "jsrr-last", "jsrr-last-quarter-micro", "stars")
-DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 GUARDED_OPS = ("rms_norm", "swiglu", "attention")
 
 
 def ratios(device: str, repeats: int, small: bool) -> dict[str, float]:
     """Every ratio that is guarded, by its place."""
     found: dict[str, float] = {}
-    dtype = DTYPE[device]
+    dtype = getattr(torch, usual_dtype(device))
     peaks = measured_peaks(device, dtype)
     backend = "cpp" if device == "cpu" else "triton"
     for timed, checked in op.op_cases(device, small):
@@ -58,7 +57,8 @@ def ratios(device: str, repeats: int, small: bool) -> dict[str, float]:
         for way, row in way_rows(("plain", *OURS), shape, block, h, u, repeats).items():
             if way in OURS:
                 found[f"block/{name}/{way}"] = good(f"{name} {way}", row)["ratio"]
-    shape_name, precision = ("tiny", "float32") if small else STEP_SIZE[device]
+    shape_name = "tiny" if small else GUARDED_MODEL[device]
+    precision = "float32" if small else usual_precision(device)
     steps = measure_steps(
         shape_name, device, precision, 64 if small else None, repeats, names=GUARDED_STEPS
     )

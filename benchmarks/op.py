@@ -29,7 +29,6 @@ from stars_fast import ops
 from stars_fast.base import machine
 from stars_fast.base.errors import ConfigError
 
-REPEATS = 30
 OPS = ("rms_norm", "layer_norm", "sandwich", "swiglu", "gelu", "softmax", "rotary", "attention")
 FLEX = "FlexAttention"
 """A plain flash attention in the language of ours, Triton."""
@@ -50,19 +49,16 @@ OP_COLUMNS = {
     "error": ("error", ".1e"),
 }
 _CHECKED_LENGTH = 512
-"""Of attention: the reference holds its matrices in fp64."""
+"""Longest attention that is checked: the reference holds its matrices in fp64."""
 
 Contender = tuple[Row, dict[str, Run]]
-"""What is known before it is timed, and its runs by direction."""
+"""Figures known before anything is timed, and the runs by direction."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this level alone."""
     parser.add_argument(
         "--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)"
-    )
-    parser.add_argument(
-        "--backend", choices=ops.BACKENDS, help="this one alone (default: all that answer)"
     )
 
 
@@ -77,7 +73,6 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--backend: expected one for {device} and {options.dtype}, got {options.backend}"
         )
-    repeats = options.repeats or (2 if options.small else REPEATS)
     peaks = measured_peaks(device, dtype)
     result: dict[str, Any] = {
         "machine": machine.describe(device),
@@ -89,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     for timed, checked in op_cases(device, options.small):
         if options.ops and timed.name.partition("-")[0] not in options.ops:
             continue
-        rows = op_rows(timed, checked, names, dtype, device, repeats, peaks)
+        rows = op_rows(timed, checked, names, dtype, device, options.repeats, peaks)
         print(f"\n{timed.name} {[list(t.shape) for t in timed.stacks]}")
         show(rows, OP_COLUMNS)
         result["rows"][timed.name] = {
@@ -106,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def op_cases(device: str, small: bool) -> list[tuple[OpCase, OpCase]]:
-    """What is timed, and the same at a size that can be checked."""
+    """Pairs of a case that is timed and the same at a size that can be checked."""
     if small:
         rows, width, hidden = 33, 64, 176
         shapes = [(1, 2, 2, 48, 16)]
@@ -216,8 +211,8 @@ def _figures(
 
 
 def attention_flops(case: OpCase, way: str) -> int:
-    """Of plain causal attention: 2 products forward, 5 backward, each of half the square. Its dual
-    has three times as many."""
+    """FLOPs of plain causal attention: 2 products forward, 5 backward, each of half the square.
+    Its dual has three times as many."""
     _, batch, heads, length, width = case.stacks[0].shape
     return {"forward": 2, "backward": 5}[way] * batch * heads * length**2 * width
 

@@ -1,4 +1,4 @@
-"""What the cheaper penalties are worth at the end of training: addition models, three seeds each.
+"""Worth of the cheaper penalties at the end of training: addition models, three seeds each.
 
     python -m benchmarks.quality [--out DIR] [--workers 2] [--settings NAME ...] [--seeds 0 1 2]
     python -m benchmarks.quality --steps 20 --start 10 --seeds 0     # proves the script

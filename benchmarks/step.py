@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.agreement import DisagreementError, check_agreement
+from benchmarks.machine import usual_precision
 from benchmarks.report import FULL, Row, reason, show, write
 from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
@@ -24,9 +25,6 @@ from stars_fast.base.machine import describe
 from stars_fast.base.optional import need
 from stars_fast.training.run.metrics import peak_flops
 from stars_fast.training.step.precision import PRECISIONS
-
-PRECISION = {"cpu": "float32", "cuda": "mixed"}
-REPEATS = 10
 
 STEP_COLUMNS = {
     "seconds": ("s", ".4f"),
@@ -49,7 +47,7 @@ def measure_steps(
     device: str,
     precision: str,
     tokens: int | None = None,
-    repeats: int = REPEATS,
+    repeats: int = 10,
     layers: int | None = None,
     names: Sequence[str] = tuple(STEP_CASES),
     memory: bool = False,
@@ -183,18 +181,18 @@ def run(options: argparse.Namespace) -> int:
     need("transformers", "the models of bench step")
     device = options.device
     shapes = options.shape or (["ouro"] if device == "cuda" else ["tiny", "small"])
-    tokens, repeats = options.tokens, options.repeats or REPEATS
+    tokens = options.tokens
     if options.small:
-        shapes, tokens, repeats = options.shape or ["tiny"], tokens or 64, options.repeats or 1
+        shapes, tokens = options.shape or ["tiny"], tokens or 64
     result: dict[str, Any] = {"level": "step", "machine": describe(device), "shapes": []}
     for shape in shapes:
         try:
             found = measure_steps(
                 shape,
                 device,
-                options.precision or PRECISION[device],
+                options.precision or usual_precision(device),
                 tokens,
-                repeats,
+                options.repeats,
                 options.layers,
                 options.cases or tuple(STEP_CASES),
                 options.memory,

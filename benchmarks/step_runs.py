@@ -37,7 +37,7 @@ from stars_fast.training.step.step import StepLoss, plan_step, train_step
 
 
 class Bench:
-    """What all cases share: the model, the optimiser with its averages, documents and depths.
+    """Shared by all cases: the model, the optimiser with its averages, documents and depths.
 
     Step 0 warms up and has the depths of step 1.
     """
@@ -101,14 +101,14 @@ class Bench:
         )
 
     def turns(self, case: StepCase, step: int) -> list[int]:
-        """Of each micro-batch."""
+        """Turns of each micro-batch."""
         return self._turns(case.random_depth, step)
 
     def _turns(self, random: bool, step: int) -> list[int]:
         return self.depths[step] if random else [FIXED_TURNS] * MICROS
 
     def documents(self, case: StepCase, step: int) -> list[published.MicroBatch]:
-        """Of a step, one by one."""
+        """Documents of a step, one by one."""
         return self._documents[case.random_depth][step]
 
     def mean_turns(self, case: StepCase) -> float:
@@ -118,7 +118,7 @@ class Bench:
         return sum(batch.real_tokens for batch in self.windows[step])
 
     def flops(self, case: StepCase, step: int, turns: Sequence[float], recomputed: bool) -> float:
-        """Of a step by formula, at these turns of its micro-batches; what the published way
+        """FLOPs of a step by formula, at these turns of its micro-batches; what the published way
         computes again counts or not."""
         config = self.config(case)
         documents, positions = [], 0

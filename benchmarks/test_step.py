@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.agreement import check_agreement
-from benchmarks.step import PRECISION
+from benchmarks.machine import usual_precision
 from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.timing import waiter
@@ -18,7 +18,7 @@ ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def bench(request):
-    """What the cases share, once the published way has been seen to compute what ours does."""
+    """Shared by the cases, once the published way has been seen to compute what ours does."""
     device = request.config.getoption("--bench-device", default="cpu")
     precision = precision_of(device, request.config.getoption("--bench-dtype", default=None))
     shared = Bench("tiny", device, precision, tokens=None, repeats=ROUNDS, layers=None)
@@ -32,7 +32,7 @@ def precision_of(device, dtype):
         raise pytest.UsageError(
             f"--bench-dtype: expected float32 or bfloat16 for whole steps, got {dtype}"
         )
-    return dtype or PRECISION[device]
+    return dtype or usual_precision(device)
 
 
 @pytest.mark.parametrize("name", STEP_CASES)

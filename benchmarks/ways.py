@@ -198,7 +198,7 @@ def gradient(loss: Loss, block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
 
 
 def _scale(h: Tensor) -> int:
-    """Of the loss: cotangents of a mean over many are too small for fp16."""
+    """Factor of the loss: cotangents of a mean over many are too small for fp16."""
     return h.numel() if h.dtype == torch.float16 else 1
 
 

@@ -1,4 +1,4 @@
-"""What the training steps that are compared work on: model sizes, documents and depths."""
+"""Work of the training steps that are compared: model sizes, documents and depths."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MICROS = 4
 """Micro-batches of a step, each a row of packed documents."""
 
 FIXED_TURNS = 4
-"""Of the methods with a fixed number."""
+"""Turns of the methods with a fixed number."""
 
 LAW: dict[str, Any] = {"law": "lognormal", "mu": 1.7, "sigma": 0.4, "high": 16}
 """The paper's law of the number of turns, with a mean of 5.92."""

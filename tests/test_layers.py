@@ -13,18 +13,13 @@ import stars_fast
 ROOT = Path(stars_fast.__file__).parent
 FLOORS = """
 base tokens ops dual functional jsrr data models evaluation analysis training integrations commands
-cli rows
+cli
 """.split()
 """Lowest first."""
 
 DEBTS = {
-    ("analysis.singular", "rows"),
-    ("analysis.spectrum", "rows"),
     ("analysis.subjects", "training.addition"),
     ("analysis.subjects", "training.config"),
-    ("analysis.trajectory", "rows"),
-    ("jsrr", "rows"),
-    ("training.step.losses", "rows"),
 }
 """Edges between floors that lead upward."""
 

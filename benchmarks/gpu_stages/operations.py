@@ -21,7 +21,7 @@ def operations(report: Report, device: str, small: bool) -> None:
 
 
 def gpu_op_cases(device: str, small: bool) -> list[tuple[OpCase, OpCase]]:
-    """What is timed, and the same at a size that can be checked."""
+    """Pairs of a case that is timed and the same at a size that can be checked."""
     found = op.op_cases(device, small)
     attention = [pair for pair in found if pair[0].name.startswith("attention")]
     documents = [15, 1, 16] if small else [600] * 13 + [392]

@@ -27,7 +27,7 @@ PUBLISHED = ("published-sft", "published-stars")
 
 
 def published(report: Report, device: str, small: bool) -> None:
-    """What takes longest comes last."""
+    """Blocks, steps, then ops; the longest comes last."""
     eager = [name for name in NAMES if not name.endswith(COMPILED)]
     turn = ["plain", "dual", "last", "double_backward"]
     sizes = [("ouro", 24, turn), ("ouro-8k", 24, turn), ("ouro", 1, eager)]
@@ -81,7 +81,7 @@ def time_block(
 
 
 def memory(report: Report, device: str, small: bool) -> None:
-    """Of a layer of Ouro's against the length, to where each way runs out."""
+    """Memory of a layer of Ouro's against the length, to where each way runs out."""
     lengths = [2**k for k in range(10, 18)]
     limit = growth.limit_mib(device, None)
     shape = SHAPES["ouro"].small() if small else SHAPES["ouro"]

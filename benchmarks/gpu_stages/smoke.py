@@ -12,12 +12,13 @@ from benchmarks.cases import attention_cases, rotary_case, row_cases
 from benchmarks.gpu_stages.checks import check_case, every_backend
 from benchmarks.gpu_stages.report import Report
 from benchmarks.gpu_stages.turns import graph_difference
+from benchmarks.machine import usual_precision
 from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from stars_fast import fused_jsrr, ops
 from stars_fast.base import machine
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def smoke(report: Report, device: str, small: bool) -> None:
@@ -29,7 +30,7 @@ def smoke(report: Report, device: str, small: bool) -> None:
     report.attempt("many batches", partial(many_batches, report, device))
     cases = [*row_cases(5, 64, 96), rotary_case(1, 2, 7, 64), *attention_cases(small=True)]
     # What a machine without bf16 arithmetic takes long for is proved once.
-    for dtype in DTYPES[2:] if small else DTYPES:
+    for dtype in KERNEL_DTYPES[2:] if small else KERNEL_DTYPES:
         for case in cases:
             for backend in every_backend(device, dtype):
                 report.attempt(
@@ -50,8 +51,7 @@ def smoke_penalty(report: Report, device: str) -> None:
 
 
 def smoke_step(report: Report, device: str) -> None:
-    precision = "mixed" if device == "cuda" else "float32"
-    steps = Steps(Bench("tiny", device, precision, 64, 1, 1), STEP_CASES["stars"])
+    steps = Steps(Bench("tiny", device, usual_precision(device), 64, 1, 1), STEP_CASES["stars"])
     steps.prepare()
     if steps.failed is None:
         steps()

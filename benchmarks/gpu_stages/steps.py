@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_stages.report import Report
+from benchmarks.machine import usual_precision
 from benchmarks.report import FULL
 from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
@@ -27,8 +28,7 @@ def steps(report: Report, device: str, small: bool) -> None:
 
 def time_steps(report: Report, device: str, small: bool, tokens: int, names: Sequence[str]) -> None:
     """An entry a case, as soon as its steps are done; model and optimiser are made once."""
-    precision = "mixed" if device == "cuda" else "float32"
-    bench = Bench("tiny" if small else "ouro", device, precision, tokens, 1, None)
+    bench = Bench("tiny" if small else "ouro", device, usual_precision(device), tokens, 1, None)
     for name in names:
         report.attempt(f"{name}, {tokens} tokens", partial(time_step, report, bench, name))
 

@@ -1,8 +1,9 @@
 """The spectral radius of a looped block at a state: how fast its turns converge there.
 
-Both methods only apply the Jacobian, through `fused_jvp`. Krylov spaces run the whole batch at
-once; Arnoldi (SciPy's ARPACK) takes samples one by one. Power iteration is no third: where several
-eigenvalues have nearly the same modulus it needs far more products, or settles below the radius.
+All methods only apply the Jacobian, through `fused_jvp`. Power iteration and Krylov spaces run the
+whole batch at once; Arnoldi (SciPy's ARPACK) takes samples one by one. Where several eigenvalues
+have nearly the same modulus the latter two need far fewer products, and power iteration may settle
+below the radius.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor
 from stars_fast.analysis.krylov import Radius, krylov_radius
 from stars_fast.dual.repeatable import repeatable
 from stars_fast.jsrr import fused_jvp
-from stars_fast.rows import Rows, sample_of
+from stars_fast.ops.sample_norms import SampleNorms, sample_norms
+from stars_fast.tokens import take_rows
 
 Operator = Callable[[Tensor], Tensor]
 
@@ -49,8 +51,8 @@ def spectral_radius(
         method: "krylov" (all samples at once, keeps up to 65 states) or "arnoldi" (ARPACK, one
             sample at a time).
         steps: most products with the Jacobian, or restarts ("arnoldi"), per sample.
-        tol: at which to stop: the residual ||J y - theta y|| / |theta| of an eigenpair. Of a
-            normal Jacobian it is the accuracy of theta too; of others the radius may be some
+        tol: at which to stop: the residual ||J y - theta y|| / |theta| of an eigenpair. Of a normal
+            Jacobian it is the accuracy of theta too; of others the radius may be some
             percent off where the residual is small. (The exact radius of a causal block is the
             largest, over the tokens, of those of its Jacobian's diagonal blocks.)
         generator: of the random start.
@@ -107,18 +109,22 @@ def settled_radius(
     return krylov_radius(apply, _start(h, rows, generator), steps=steps, tol=tol)
 
 
-def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> Rows:
+def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> SampleNorms:
     if not isinstance(h, Tensor) or not h.is_floating_point():
         raise TypeError("h: expected a floating-point tensor")
     if steps < 2:
         raise ValueError(f"steps: expected at least 2, got {steps!r}")
     if not 0 < tol < 1:
         raise ValueError(f"tol: expected a number in (0, 1), got {tol!r}")
-    return Rows.of(h, mask, None)
+    return sample_norms(h, mask)
 
 
 def _jacobian(
-    block: Callable[..., Any], h: Tensor, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
+    block: Callable[..., Any],
+    h: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rows: SampleNorms,
 ) -> Operator:
     """The Jacobian of all samples at once, on their real tokens; one for all products, also where
     the block draws random numbers."""
@@ -131,7 +137,7 @@ def _jacobian(
     return apply
 
 
-def _start(h: Tensor, rows: Rows, generator: torch.Generator | None) -> Tensor:
+def _start(h: Tensor, rows: SampleNorms, generator: torch.Generator | None) -> Tensor:
     """A random vector of each sample, 0 on pads."""
     start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
     return start if rows.valid is None else start * rows.valid
@@ -151,7 +157,7 @@ def _arnoldi(
     block: Callable[..., Any],
     h: Tensor,
     extra: tuple[Sequence[Any], dict[str, Any]],
-    rows: Rows,
+    rows: SampleNorms,
     start: Tensor,
     index: int,
     steps: int,
@@ -161,7 +167,7 @@ def _arnoldi(
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
     block = repeatable(block)
-    sample, (args, kwargs) = sample_of(h, extra, index)
+    sample, (args, kwargs) = _sample_of(h, extra, index)
     keep = torch.ones_like(sample, dtype=torch.bool)
     if rows.valid is not None:
         keep = keep & (rows.valid[index : index + 1] > 0)
@@ -193,3 +199,9 @@ def _arnoldi(
             ) from error
         values = error.eigenvalues
     return float(np.abs(values).max())
+
+
+def _sample_of(h: Tensor, tree: Any, index: int) -> tuple[Tensor, Any]:
+    """Sample `index` of a state and of the arguments that go with it, as a batch of one."""
+    chosen = torch.tensor([index], device=h.device)
+    return h[index : index + 1], take_rows(tree, chosen, h.shape[0], h.shape[1])

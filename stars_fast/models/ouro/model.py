@@ -239,7 +239,7 @@ class OuroModel(OuroPreTrainedModel):
                 gates.append(gate_logits(self.early_exit_gate, h))
             if depth.rows is not None and depth.rows is not rows:
                 rows = depth.rows
-                part = context.take(rows)
+                part = context.take_rows(rows)
         if cache is not None and depth.taken < limit:
             cache.repeat_from(depth.taken, h.shape[1])
         out = h

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stars_fast.rows import Rows
+from stars_fast.ops.sample_norms import sample_norms
 
 
 def adjacent_l2(
@@ -18,6 +18,6 @@ def adjacent_l2(
     `cu_seqlens` [n + 1] bounds the documents of one row. Each sample counts alike, whatever its
     length.
     """
-    rows = Rows.of(states[0], mask, cu_seqlens)
-    steps = [rows.mean_square(after - before, "sample") for before, after in pairwise(states)]
+    samples = sample_norms(states[0], mask, cu_seqlens)
+    steps = [samples.mean_square(after - before, "sample") for before, after in pairwise(states)]
     return torch.stack(steps).mean()
