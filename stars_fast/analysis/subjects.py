@@ -175,7 +175,7 @@ def _ouro(source: str, config: Any, request: Request) -> Subject:
     else:
         trained = config.trained_turns
     where = "checkpoint" if found.step is None else f"step {found.step}"
-    chats = PaddedChats(Documents(documents), tokenizer.pad_token_id or 0)
+    chats = PaddedChats(DocumentsInMemory(documents), tokenizer.pad_token_id or 0)
     return Subject(
         source=source,
         name=found.label,
@@ -198,7 +198,7 @@ def _validation(source: str, config: Any, tokenizer: Any, request: Request) -> l
     return _cut((chats.document(i) for i in range(len(chats))), request)
 
 
-class Documents:
+class DocumentsInMemory:
     """Tokenised texts in memory, as a source of padded batches takes them."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
