@@ -1,9 +1,8 @@
 """The spectral radius of a looped block at a state: how fast its turns converge there.
 
-All methods only apply the Jacobian, through `fused_jvp`. Power iteration and Krylov spaces run the
-whole batch at once; Arnoldi (SciPy's ARPACK) takes samples one by one. Where several eigenvalues
-have nearly the same modulus the latter two need far fewer products, and power iteration may settle
-below the radius.
+Both methods only apply the Jacobian, through `fused_jvp`. Krylov spaces run the whole batch at
+once; Arnoldi (SciPy's ARPACK) takes samples one by one. Power iteration is no third: where several
+eigenvalues have nearly the same modulus it needs far more products, or settles below the radius.
 """
 
 from __future__ import annotations
