@@ -56,7 +56,7 @@ def _run(words: list[str]) -> int:
 
 
 def _of_a_clone(name: str, words: list[str]) -> int:
-    """What a clone of the repository has beside the package."""
+    """Run a command that a clone of the repository has beside the package."""
     from stars_fast.base.errors import ConfigError
 
     module, clone = _OF_A_CLONE[name], Path(__file__).resolve().parents[1]

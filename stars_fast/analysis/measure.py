@@ -30,7 +30,7 @@ RESTARTS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The plan of an analysis.
 
     turns: how many of the block.
     jacobian_at: the turns after which the Jacobian is taken.
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found of a subject.
+    """Measurements of a subject.
 
     trajectory: of all samples.
     jacobian: by turn, of all samples.

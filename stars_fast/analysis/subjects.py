@@ -1,4 +1,4 @@
-"""What an analysis looks at: a model of a run or a checkpoint, and the samples it is watched on."""
+"""Subjects of an analysis: a model of a run or checkpoint, and the samples it is watched on."""
 
 from __future__ import annotations
 

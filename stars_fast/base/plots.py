@@ -307,7 +307,7 @@ def _ends(trained: TrainedDepth) -> tuple[float, float]:
 
 
 def colour_of(index: int) -> str:
-    """Of the label of this number."""
+    """The colour of the label of this number."""
     return COLOURS[index % len(COLOURS)]
 
 
@@ -334,7 +334,7 @@ def new_figure(
 
 
 def blank_figure(width: float, height: float) -> "Figure":
-    """Of so many inches. Raises ImportError without matplotlib."""
+    """An empty figure of so many inches. Raises ImportError without matplotlib."""
     need("matplotlib.figure", "figures")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -192,7 +192,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _field_helps(doc: str, names: list[str]) -> dict[str, str]:
-    """What a docstring says of each of `names`, on one line each."""
+    """The sentences of a docstring on each of `names`, on one line each."""
     one = "|".join(map(re.escape, names))
     pattern = re.compile(rf"(?:^|(?<=\s))((?:{one})(?:, (?:{one}))*):\s")
     helps: dict[str, str] = {}

@@ -17,7 +17,7 @@ from stars_fast.models.folders import check_exists, check_folder
 
 Curve = dict[int, float]
 Curves = dict[Per, dict[float, Point]]
-"""What adaptive depth gives, by what rests and by tolerance."""
+"""Points of adaptive depth, by what rests and by tolerance."""
 
 
 def run_addition(
@@ -116,7 +116,7 @@ def _adaptive_table(found: Curves) -> str:
 
 
 def _no_run(path: str) -> str:
-    """What to say of a path that is no run folder."""
+    """An error for a path that is no run folder."""
     try:
         check_exists(path)
         check_folder(path)

@@ -24,7 +24,7 @@ class HostBatch(NamedTuple):
 
 
 class Source(Protocol):
-    """What the trainer asks of training data.
+    """Training data as the trainer asks for it.
 
     A unit is what a step has `batch_size` of: a sample, or a row of packed documents. `longest` is
     the most tokens of one.

@@ -14,7 +14,7 @@ from stars_fast.tokens import packed_tokens, padded_tokens
 
 
 class Documents(Protocol):
-    """What `TokenisedChats` offers: documents with their targets."""
+    """Documents with their targets, as `TokenisedChats` offers them."""
 
     @property
     def lengths(self) -> np.ndarray: ...

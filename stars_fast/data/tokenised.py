@@ -48,18 +48,18 @@ _PIECE = 2**22
 
 @dataclass(frozen=True)
 class ChatInfo:
-    """What became of the rows of a split."""
+    """Counts of what became of the rows of a split."""
 
     source_rows: int
     """Rows of the source."""
     null_rows: int
-    """Of those, rows without a conversation: null, or a blank prompt or answer."""
+    """Those of them without a conversation: null, or a blank prompt or answer."""
     rows: int
     """Rows drawn for this split."""
     without_target: int
-    """Of those, dropped: nothing to predict is left, such as after truncation in the prompt."""
+    """Those dropped: nothing to predict is left, such as after truncation in the prompt."""
     truncated: int
-    """Of the documents, so many are cut off on the right."""
+    """Documents that are cut off on the right."""
     documents: int
     tokens: int
     targets: int

@@ -1,4 +1,4 @@
-"""What adaptive depth costs and keeps on the addition task: exact match against turns taken.
+"""Adaptive depth on the addition task: exact match against turns taken.
 
 Sums are judged in one pass over the true answer, as in `evaluation.addition`. Per token that is
 what greedy generation gives: a token rests by what stands before it alone. Per sequence the whole

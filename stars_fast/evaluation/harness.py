@@ -15,7 +15,7 @@ SEED = 1234
 """lm-eval's own, of the examples in a prompt."""
 
 RESAMPLES = 1000
-"""Of the bootstrap, for metrics whose standard error has no formula; a mean's has one."""
+"""Resamples of the bootstrap, for metrics whose standard error has no formula; a mean's has one."""
 
 
 def index_tasks(tasks: Sequence[str], option: str) -> Any:
@@ -48,7 +48,7 @@ def is_yaml(task: str) -> bool:
 def judge(
     model: Any, task: Any, limit: int | None = None, resamples: int = 0, **options: Any
 ) -> dict[str, Any] | None:
-    """What `lm_eval.evaluate` finds; None on processes other than the first.
+    """The results of `lm_eval.evaluate`; None on processes other than the first.
 
     Args:
         model: one of lm-eval's models, as deep as it is to think.

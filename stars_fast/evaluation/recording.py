@@ -40,7 +40,7 @@ class Journal:
         return sum(map(len, self.records.values()))
 
     def find(self, prompts: Sequence[str]) -> list[dict[str, Any] | None]:
-        """Of each prompt its record, or None if there is none yet. A prompt that comes again takes
+        """The record of each prompt, or None if there is none yet. A prompt that comes again takes
         its next record."""
         seen: Counter[str] = Counter()
         found = []
@@ -67,7 +67,7 @@ class Recording:
 
     @abstractmethod
     def measured(self, response: str) -> dict[str, Any]:
-        """What the journal notes beside a response; called once for each, in the order in which
+        """Measurements to note beside a response; called once for each, in the order in which
         they are made."""
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:

@@ -62,7 +62,7 @@ class VllmModel:
 
 
 def vllm_arguments(source: ModelSource, options: SweepOptions, turns: int) -> dict[str, Any]:
-    """Of lm-eval's `VLLM`; what it does not know itself goes on to `vllm.LLM`."""
+    """Arguments of lm-eval's `VLLM`; those that it does not know go on to `vllm.LLM`."""
     return {
         "pretrained": source.path,
         "dtype": options.dtype or "auto",

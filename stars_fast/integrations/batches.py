@@ -13,7 +13,7 @@ from torch import Tensor
 from stars_fast.tokens import Tokens
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What transformers' collators add for attention kernels that take packed documents."""
+"""Names that transformers' collators add for attention kernels of packed documents."""
 
 _NO_TARGET = -100
 

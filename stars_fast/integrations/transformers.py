@@ -41,7 +41,7 @@ else:
 
 
 class _Micro(NamedTuple):
-    """What is settled of a micro-batch before it runs.
+    """A micro-batch as it is settled before it runs.
 
     place: among the micro-batches of its step on this process. turns: None where the model has no
     choice. numbers: places of its samples in the batch of the whole step. share: of all samples of

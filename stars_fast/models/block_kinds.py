@@ -59,7 +59,7 @@ class LoopedBlock(ABC, nn.Module):
         return self.turn(h, kept[2])
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
-        """What the context depends on besides h and the arguments: settings and tensors."""
+        """Settings and tensors that the context depends on besides h and the arguments."""
         return None, []
 
     @abstractmethod

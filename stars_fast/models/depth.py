@@ -107,7 +107,7 @@ class DepthLaw:
         return float(1 + np.sum(1 - self._cumulative[1:]))
 
     def _shrink(self, step: int) -> float:
-        """What the curriculum multiplies the depths of `step` by, at most 1."""
+        """The factor of the curriculum on the depths of `step`, at most 1."""
         if step >= self.curriculum_steps:
             return 1.0
         mean = self.mean()

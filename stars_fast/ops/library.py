@@ -146,7 +146,7 @@ def compiled(name: str, x: Tensor, function: str = "") -> Callable[..., Any] | N
 
 
 def implementation(name: str, x: Tensor, function: str = "") -> Callable[..., Any]:
-    """What computes the op `name` for tensors like x: compiled, or plain PyTorch."""
+    """The function that computes the op `name` for tensors like x: compiled, or plain PyTorch."""
     found = compiled(name, x, function)
     if found is None:
         if _watcher is not None:
@@ -187,7 +187,7 @@ def has(backend: str, device: str) -> bool:
 
 
 def dtypes(backend: str) -> frozenset[torch.dtype]:
-    """What a backend computes with; plain PyTorch takes more than these."""
+    """The dtypes that a backend computes with; plain PyTorch takes more than these."""
     return frozenset(_DTYPES.get(backend, {*_DTYPES["cpp"], *_DTYPES["triton"]}))
 
 

@@ -93,7 +93,7 @@ class Spans:
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> Spans | None:
-        """Of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where a query's keys have
+        """The spans of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where keys have
         gaps. Asked once for each mask of a dual pass."""
         if _unasked.get():
             return None

@@ -129,7 +129,7 @@ def _definitions() -> dict[str, str]:
 
 
 def _notes(runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What to know of the radii: those that did not settle, and what ARPACK says."""
+    """Notes on the radii: those that did not settle, and ARPACK's."""
     notes = []
     for label, run in runs.items():
         loose = [str(turn) for turn, found in run["jacobian"].items() if not found["settled"]]

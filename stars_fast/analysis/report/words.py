@@ -1,4 +1,4 @@
-"""What the numbers of an analysis say, in words."""
+"""The numbers of an analysis in words."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """What its kernel takes besides differs between versions of torch."""
+    """Attention by torch's kernel for packed documents; its options differ between versions."""
     from torch.nn.attention import varlen
 
     kernel: Any = varlen.varlen_attn

@@ -1,4 +1,4 @@
-"""What all layers of all turns of one call share: positions, masks, cache."""
+"""The context that all layers of all turns of one call share: positions, masks, cache."""
 
 from __future__ import annotations
 

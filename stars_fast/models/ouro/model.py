@@ -48,7 +48,7 @@ class OuroModelOutput(BaseModelOutputWithPast):
 
 
 class OuroPreTrainedModel(PreTrainedModel):
-    """What the classes share with transformers: initial weights, loading, sharding."""
+    """The base of Ouro's classes in transformers: initial weights, loading, sharding."""
 
     config_class = OuroConfig
     config: OuroConfig
@@ -132,7 +132,7 @@ class OuroModel(OuroPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
     ) -> Context:
-        """What the turns of one call share; arguments and errors as `context.make_context`."""
+        """The context of one call's turns; arguments and errors as `context.make_context`."""
         return make_context(
             self.config,
             self.rotary,

@@ -16,7 +16,7 @@ from stars_fast.tokens import Tokens
 
 @dataclass(frozen=True)
 class Visible:
-    """What `Tokens.first_seen` says, for kernels; made by `visible_keys`.
+    """`Tokens.first_seen` in the forms that kernels take; made by `visible_keys`.
 
     Attributes:
         tokens: of the call.

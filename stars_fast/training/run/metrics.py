@@ -166,7 +166,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """What `device` can do in bf16, operations a second; None if not known or not computing so."""
+    """Peak operations a second of `device` in bf16; None if not known or not computing so."""
     if device.type != "cuda" or precision == "float32":
         return None
     name = torch.cuda.get_device_name(device)

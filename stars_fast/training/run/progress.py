@@ -1,4 +1,4 @@
-"""What a run says: one line at the start, a progress bar or plain lines, and its messages."""
+"""Messages of a run: one line at the start, a progress bar or plain lines, and warnings."""
 
 import sys
 import time

@@ -76,7 +76,7 @@ class World:
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` gives on this process, once all have done theirs, however long it takes.
+        """The result of `work` on this process, once all have done theirs, however long it takes.
 
         Raises ConfigError on all processes if one raised it.
         """

@@ -1,4 +1,4 @@
-"""What the steps of a run recompute, decided before the first of them."""
+"""The choice of what the steps of a run recompute, made before the first of them."""
 
 from functools import cache
 

@@ -98,7 +98,7 @@ class Activations(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is recomputed, and the bytes of activations at the peak; budget: None if not known."""
+    """A choice of what is recomputed, and its bytes of activations at the peak."""
 
     recompute: Recompute
     peak: int
@@ -151,7 +151,7 @@ def choose(
     turns: int,
     penalised: bool = True,
 ) -> Choice:
-    """What to recompute in a step of `turns` turns in the graph; arithmetic alone.
+    """Choose what to recompute in a step of `turns` turns in the graph; arithmetic alone.
 
     Under "auto" the choice is the one that costs the least time of those that fit in `budget`
     bytes, of equals the smallest; where none fits the smallest of all. So less budget never keeps
@@ -331,7 +331,7 @@ class _Kept:
 
 
 def _layers(model: nn.Module, layered: Layered, use: Callable[[Block], Any]) -> tuple[int, int]:
-    """What the biggest layer of a block keeps, and what the block keeps with its layers recomputed;
+    """Bytes kept by the biggest layer of a block, and by the block with its layers recomputed;
     `use` runs a block."""
     biggest = 0
 
@@ -363,7 +363,7 @@ def _known(size: int | None) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of this process's part of a tensor."""
+    """Bytes of this process's part of a tensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.numel() * local.element_size()
 

@@ -1,4 +1,4 @@
-"""What a step costs in turns of the block, for the banner and for the remaining time."""
+"""The cost of a step in turns of the block, for the banner and for the remaining time."""
 
 from stars_fast.training.config import RunConfig
 

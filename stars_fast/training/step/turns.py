@@ -23,7 +23,7 @@ recomputed: Run = partial(checkpoint, use_reentrant=False)
 
 
 class Recompute(NamedTuple):
-    """What the backward computes a second time rather than keeps.
+    """The part of a step that the backward computes a second time rather than keeps.
 
     turns: how many of the turns in the graph, counted from the first.
     per: "turn" keeps the state before a turn and recomputes the turn at once; "layer" keeps the
