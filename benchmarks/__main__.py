@@ -32,7 +32,8 @@ OF_BLOCKS = ("block", "scaling")
 def main(words: Sequence[str]) -> int:
     """Run a level; returns its exit code.
 
-    Raises SystemExit or ConfigError for a mistake in the options.
+    Raises:
+        SystemExit, ConfigError: a mistake in the options.
     """
     options = options_of(words)
     prepare(options)
@@ -40,7 +41,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def options_of(words: Sequence[str]) -> argparse.Namespace:
-    """The options as they are given. Raises SystemExit for a mistake, or for --help."""
+    """The options as they are given.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
     parser = argparse.ArgumentParser(
         "python -m benchmarks", description="What the Jacobian penalty costs, against other ways."
     )
@@ -81,7 +86,11 @@ def add_common(parser: argparse.ArgumentParser, level: str) -> None:
 
 
 def prepare(options: argparse.Namespace) -> None:
-    """Fill in what was left open. Raises ConfigError if the device or backend is not there."""
+    """Fill in what was left open.
+
+    Raises:
+        ConfigError: the device or backend is not there.
+    """
     if options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     elif options.device == "cuda" and not torch.cuda.is_available():
@@ -97,7 +106,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def check_backend(name: str | None) -> None:
-    """Raises ConfigError if the backend that is forced is not here."""
+    """Raise ConfigError if the backend that is forced is not here."""
     try:
         with ops.backend(name):
             pass

@@ -75,7 +75,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if one of our ways is wrong or fails.
 
-    Raises ConfigError for options that do not go together.
+    Raises:
+        ConfigError: options that do not go together.
     """
     shapes = _shapes(options)
     names = list(options.ways or (MEMORY_WAYS if options.memory else NAMES))

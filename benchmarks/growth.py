@@ -41,7 +41,8 @@ def way_growth(
     """MiB of a pass at its peak; None where it needs more than `limit` MiB. On the CPU in a process
     of its own.
 
-    Raises RuntimeError if the way fails for another reason.
+    Raises:
+        RuntimeError: the way fails for another reason.
     """
     name = str(dtype).removeprefix("torch.")
     cell: dict[str, Any] = {"way": way, "shape": asdict(shape), "device": device, "dtype": name}

@@ -65,7 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if an error is above its tolerance or one of our backends fails.
 
-    Raises ConfigError if the backend is not here.
+    Raises:
+        ConfigError: the backend is not here.
     """
     device, dtype = options.device, getattr(torch, options.dtype)
     names = [b for b in backends(device, dtype) if options.backend in (None, b)]

@@ -79,7 +79,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if our way is wrong or fails.
 
-    Raises ConfigError if the backend is not here, or matplotlib.
+    Raises:
+        ConfigError: the backend is not here, or matplotlib.
     """
     need("matplotlib", "figures of bench scaling")
     dtype = getattr(torch, options.dtype)

@@ -176,7 +176,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, and write the JSON; 1 if the published way is not what ours is, or a case of
     ours fails for anything but memory.
 
-    Raises ConfigError without transformers.
+    Raises:
+        ConfigError: without transformers.
     """
     need("transformers", "the models of bench step")
     device = options.device

@@ -58,7 +58,8 @@ def transformers_rate(
     used in their order and over again; `accumulation` of them make a step. The model runs at the
     checkpoint's own number of turns, on the CPU.
 
-    Raises ValueError if `micros` is not a whole number of steps, or without a warm-up.
+    Raises:
+        ValueError: `micros` is not a whole number of steps, or without a warm-up.
     """
     steps, warmup, accumulation = size
     from torch.utils.data import DataLoader

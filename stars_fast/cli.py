@@ -145,7 +145,7 @@ def _train(words: list[str]) -> int:
 
 
 def _check_resume(path: str) -> None:
-    """Raises ConfigError for a folder that holds nothing to continue."""
+    """Raise ConfigError for a folder that holds nothing to continue."""
     from stars_fast.base.errors import ConfigError
     from stars_fast.base.run_folder import RunFolder
     from stars_fast.training.run.folder import nothing_to_resume

@@ -34,7 +34,8 @@ def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code: 0, 1 if not all runs were trained, 128 + signal if
     stopped.
 
-    Raises SystemExit or ConfigError for a mistake in the options.
+    Raises:
+        SystemExit, ConfigError: a mistake in the options.
     """
     options, overrides = options_of(words)
     if options.name is None or options.list:
@@ -49,8 +50,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def options_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the words that set fields of all runs. Raises SystemExit for a mistake, or
-    for --help."""
+    """The options, and the words that set fields of all runs.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
     parser = argparse.ArgumentParser(
         "python -m studies",
         description="Train the runs of a study that are not done yet, judge them, and write a "

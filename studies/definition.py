@@ -97,7 +97,11 @@ def study_names() -> list[str]:
 
 
 def read_study(name: str) -> Study:
-    """The study of that name. Raises ConfigError if there is none, or if it is not well formed."""
+    """The study of that name.
+
+    Raises:
+        ConfigError: there is none, or if it is not well formed.
+    """
     names = study_names()
     if name not in names:
         raise ConfigError(f"no study named {name!r}; studies: {', '.join(names)}")
@@ -108,8 +112,9 @@ def read_study(name: str) -> Study:
 def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
     """A study from the mapping of its YAML.
 
-    Raises ConfigError for a key that is missing or unknown, an unknown finding, a factor of
-    `panels` that not all runs have, or two runs with one label.
+    Raises:
+        ConfigError: a key that is missing or unknown, an unknown finding, a factor of `panels` that
+            not all runs have, or two runs with one label.
     """
     _check_keys(name, mapping, {"title", "asks", "scales"}, {"panels", "findings", "runs"})
     scales = {}
@@ -179,8 +184,9 @@ def study_runs(
 
     `words` are command-line overrides ("--train.steps", "200") for all of them.
 
-    Raises ConfigError for a field in `words` that the study sets for each run by itself, and as
-    `config_from`, with the run's label.
+    Raises:
+        ConfigError: a field in `words` that the study sets for each run by itself, and as
+            `config_from`, with the run's label.
     """
     part = study.scales[scale]
     base = read_recipe(part.base)

@@ -19,7 +19,8 @@ def draw_panels(
     A line is the median of a setting's seeds, with their range behind it. A dot stands at the
     most turns of 98 % of its training. `panels` is the factor with a panel for each level.
 
-    Raises ValueError if there is nothing to draw, ImportError without matplotlib.
+    Raises:
+        ValueError: there is nothing to draw, ImportError without matplotlib.
     """
     if not results:
         raise ValueError("results must hold at least one finished setting, got none")

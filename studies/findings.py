@@ -71,7 +71,7 @@ def _verdict(name: str, records: Sequence[Mapping[str, Any]]) -> Verdict:
 
 
 def _check_whole(records: Sequence[Mapping[str, Any]], counts_failed: bool) -> None:
-    """Raises NotJudged where the settings cannot be compared, as some have fewer runs."""
+    """Raise NotJudged where the settings cannot be compared, as some have fewer runs."""
     if all(entry["status"] != "done" for entry in records):
         raise NotJudged("no finished run")
     failed = sorted({entry["label"] for entry in records if entry["status"] == "failed"})
@@ -93,7 +93,7 @@ def _by(results: Sequence[SettingCurves], *factors: str) -> dict[tuple[str, ...]
 
 
 def _need(found: Mapping[tuple[str, ...], SettingCurves], *wanted: tuple[str, ...]) -> None:
-    """Raises NotJudged if one is not there."""
+    """Raise NotJudged if one is not there."""
     lacking = [", ".join(levels) for levels in wanted if levels not in found]
     if lacking:
         raise NotJudged(f"no finished run of {'; '.join(lacking)}")
@@ -114,7 +114,7 @@ def _grid(
 
 
 def _need_learned(results: Iterable[SettingCurves]) -> None:
-    """Raises NotJudged if one has not learned the task."""
+    """Raise NotJudged if one has not learned the task."""
     for result in results:
         if not _learned(result):
             raise NotJudged(f"{result.label} has not learned the task at its trained depth")

@@ -40,7 +40,10 @@ def judge_run(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
     ouro: the metrics of the end of the run, such as `validation_loss` in nats.
 
     And `seconds` of training (without evaluation and saving) and the `machine`. Values that are not
-    finite are None. Raises ConfigError if there is no checkpoint.
+    finite are None.
+
+    Raises:
+        ConfigError: there is no checkpoint.
     """
     run = RunFolder(folder)
     asked = {

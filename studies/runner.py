@@ -29,7 +29,7 @@ what comes out."""
 
 
 def check_folders(runs: Sequence[StudyRun]) -> None:
-    """Raises ConfigError if the folder of a run holds another one, with the fields that differ."""
+    """Raise ConfigError if the folder of a run holds another one, with the fields that differ."""
     for run in runs:
         folder = RunFolder(run.folder)
         if not folder.config.exists():
@@ -102,7 +102,11 @@ def _advice(run: StudyRun) -> str:
 
 
 def _judge_new(run: StudyRun, world: World) -> None:
-    """On the first process. Raises ConfigError if the run ended without results."""
+    """On the first process.
+
+    Raises:
+        ConfigError: the run ended without results.
+    """
     if not world.first:
         return
     if status(run) != "done":

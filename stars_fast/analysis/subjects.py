@@ -86,7 +86,8 @@ class Subject:
 def find_subject(source: str, request: Request) -> Subject:
     """The model of a run folder, an Ouro checkpoint in the public layout or one of the hub.
 
-    Raises ConfigError if there is no such model, or no samples for it.
+    Raises:
+        ConfigError: there is no such model, or no samples for it.
     """
     folder = RunFolder(source)
     config = load_config(str(folder.config)) if folder.config.exists() else None
@@ -254,7 +255,9 @@ def _plain(texts: Iterable[str | None], tokenizer: Any) -> Iterable[Document]:
 def _cut(documents: Iterable[Document], request: Request) -> list[Document]:
     """The first samples that have a token to predict, cut off on the right.
 
-    Raises ConfigError if none has."""
+    Raises:
+        ConfigError: none has.
+    """
     kept: list[Document] = []
     for tokens, targets in documents:
         if len(kept) == request.samples:

@@ -182,7 +182,8 @@ def convergence_turns(residual: Tensor, tol: float) -> list[int | None]:
     """For each sample of `residual` [T, B] the first turn from which on it stays below `tol`; None
     where it never does.
 
-    Raises ValueError if `tol` is not positive.
+    Raises:
+        ValueError: `tol` is not positive.
     """
     check_number("tol", tol, 0.0, open_low=True)
     below = (residual < tol).flip(0).long().cumprod(0).sum(0)  # turns at the end that are

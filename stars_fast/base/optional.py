@@ -35,8 +35,11 @@ class MissingPackageError(ImportError, ConfigError):
 
 
 def need(module: str, purpose: str) -> ModuleType:
-    """The module. Raises MissingPackageError if it is not there; `purpose`, in the plural, is what
-    needs it."""
+    """The module.
+
+    Raises:
+        MissingPackageError: it is not there; `purpose`, in the plural, is what needs it.
+    """
     try:
         with quiet_import():
             return import_module(module)

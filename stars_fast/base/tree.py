@@ -35,8 +35,9 @@ def build(cls: type, mapping: Any, where: str = "") -> Any:
     it ("1e-3", "true", "none", "1,2,4"). `where` is the dotted path of `cls` in the tree, for
     messages.
 
-    Raises ConfigError for an unknown key (with the nearest name), a missing one, a value of the
-    wrong type, and whatever the dataclass itself refuses.
+    Raises:
+        ConfigError: an unknown key (with the nearest name), a missing one, a value of the wrong
+            type, and whatever the dataclass itself refuses.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where or 'the recipe'}: expected a mapping, got {mapping!r}")

@@ -32,8 +32,9 @@ def run_addition(
     """Evaluate, print tables, and write evaluation.json, evaluation.png and, with tolerances,
     compute.png to `out`.
 
-    Raises ConfigError for a run that is not there, or whose data can't be made, and for a tolerance
-    out of range.
+    Raises:
+        ConfigError: a run that is not there, or whose data can't be made, and for a tolerance out
+            of range.
     """
     from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
     from stars_fast.data.addition import AdditionData

@@ -36,8 +36,9 @@ class AdditionConfig:
 
     A file has one sum a line, as `read_jsonl` describes.
 
-    Raises ValueError that names the first field that is out of range, or if more sums are asked
-    for than exist.
+    Raises:
+        ValueError: it names the first field that is out of range, or if more sums are asked for
+            than exist.
     """
 
     digits: int = 4
@@ -94,8 +95,9 @@ class AdditionData:
     `train` and `test` are [N, 3 digits + 4] int64, `train_pairs` and `test_pairs` the operands
     [N, 2] int64. `max_length` is the length of a batch. (a, b) and (b, a) count as two sums.
 
-    Raises ValueError if the files share sums, if a line of a file is bad, or if there are not
-    enough different sums.
+    Raises:
+        ValueError: the files share sums, if a line of a file is bad, or if there are not enough
+            different sums.
     """
 
     def __init__(self, config: AdditionConfig) -> None:
@@ -110,7 +112,10 @@ class AdditionData:
     def batch(self, split: str, indices: Tensor) -> Batch:
         """The sums of `split` ("train" or "test") at `indices` [B] int64, as a `Batch`.
 
-        S = `max_length` always, so shapes never change. Raises ValueError for another split.
+        S = `max_length` always, so shapes never change.
+
+        Raises:
+            ValueError: another split.
         """
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', got {split!r}")
@@ -144,10 +149,12 @@ def encode_sums(pairs: np.ndarray, digits: int) -> Tensor:
 def read_jsonl(path: str | Path, digits: int) -> np.ndarray:
     """Operands [N, 2] int64 of a JSONL file of sums with operands of `digits` digits.
 
-    One sum a line: {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}.
-    Other keys are ignored. Raises ValueError with the
-    file, the line number and the reason for the first bad line, and for a file that can't be read
-    or is not UTF-8.
+    One sum a line: {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}. Other
+    keys are ignored.
+
+    Raises:
+        ValueError: with the file, the line number and the reason for the first bad line, and for a
+            file that can't be read or is not UTF-8.
     """
     check_utf8(path)
     pairs = []

@@ -88,7 +88,8 @@ class Batches:
     micro-batches in order, and rank r takes every world_size-th from the r-th on, so that the
     samples of a step do not depend on the split.
 
-    Raises ValueError if `batch_size` does not divide evenly.
+    Raises:
+        ValueError: `batch_size` does not divide evenly.
     """
 
     def __init__(
@@ -220,7 +221,8 @@ def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
     batch may straddle two. `batch_size` is that of a whole step over all ranks; micro-batch and
     rank take their slice of the result.
 
-    Raises ValueError if `seed` or `step` is negative or `batch_size` or `n` not positive.
+    Raises:
+        ValueError: `seed` or `step` is negative or `batch_size` or `n` not positive.
     """
     for name, value, low in (
         ("seed", seed, 0),

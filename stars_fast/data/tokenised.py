@@ -80,7 +80,8 @@ class TokenisedChats:
     to be predicted from those before it; the first of a document never is. `target_counts` [N]
     int64 says how many targets each document has, at least one; `info` counts what was dropped.
 
-    Raises ValueError or OSError if files are missing or damaged.
+    Raises:
+        ValueError, OSError: files are missing or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:

@@ -29,8 +29,9 @@ def evaluate(
     The order of `turns` is kept in the result. Dropout is off, whatever mode the model is in, and
     the sums go to the model's device.
 
-    Raises ValueError if `turns` is empty or holds anything but positive integers, or if `limit` or
-    `batch_size` is not positive.
+    Raises:
+        ValueError: `turns` is empty or holds anything but positive integers, or if `limit` or
+            `batch_size` is not positive.
     """
     if not turns or any(not isinstance(t, int) or t < 1 for t in turns):
         raise ValueError(f"turns must be integers >= 1, got {list(turns)}")
@@ -53,7 +54,8 @@ def evaluate(
 def unseen(model: LoopedLM, data: AdditionData, limit: int, batch_size: int) -> Iterator[Batch]:
     """The first `limit` unseen sums in batches, on the model's device.
 
-    Raises ValueError if `limit` or `batch_size` is not positive.
+    Raises:
+        ValueError: `limit` or `batch_size` is not positive.
     """
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         if value < 1:

@@ -21,8 +21,9 @@ RESAMPLES = 1000
 def index_tasks(tasks: Sequence[str], option: str) -> Any:
     """lm-eval's index of the tasks that there are, ours included. The first takes seconds to make.
 
-    Raises ConfigError that names `option` if lm-eval is not installed, or one of `tasks` is neither
-    in the index nor a YAML file.
+    Raises:
+        ConfigError: it names `option` if lm-eval is not installed, or one of `tasks` is neither in
+            the index nor a YAML file.
     """
     index = _index(need("lm_eval.tasks", option).TaskManager)
     known = set(index.all_tasks)

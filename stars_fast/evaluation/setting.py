@@ -205,7 +205,7 @@ def _scored_by(task: OpenTask) -> dict[str, str | None]:
 
 
 def _check_samples(setting: Setting, options: SweepOptions) -> None:
-    """Raises ConfigError if a process would have no sample, which lm-eval can't do."""
+    """Raise ConfigError if a process would have no sample, which lm-eval can't do."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     there = len(setting.task.task.eval_docs)
     count = min(options.limit or there, there)

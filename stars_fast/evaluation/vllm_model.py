@@ -23,8 +23,9 @@ was handed is kept once all of it is done, so all prompts of a task would be too
 class VllmModel:
     """A checkpoint, loaded anew for each number of turns.
 
-    Raises ConfigError where vLLM is not installed, a device is asked for, which vLLM chooses
-    itself, or the model is a run, whose checkpoints vLLM can't read.
+    Raises:
+        ConfigError: vLLM is not installed, a device is asked for, which vLLM chooses itself, or the
+            model is a run, whose checkpoints vLLM can't read.
     """
 
     def __init__(self, source: ModelSource, options: SweepOptions) -> None:

@@ -78,7 +78,11 @@ def samples_of(batch: Mapping[str, Any], pad_id: int | None = None) -> Collated:
 
 
 def _real(mask: Any, tokens: Tensor) -> Tensor:
-    """[B, S] bool on the host, from an attention mask. Raises ValueError for another shape."""
+    """[B, S] bool on the host, from an attention mask.
+
+    Raises:
+        ValueError: another shape.
+    """
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: expected {list(tokens.shape)}, got {found}")
@@ -100,7 +104,11 @@ def _rows(real: Tensor) -> Collated:
 
 
 def _checked(bounds: Any, total: int) -> Tensor:
-    """int64 on the host. Raises ValueError for what is no rising bounds within `total`."""
+    """int64 on the host.
+
+    Raises:
+        ValueError: what is no rising bounds within `total`.
+    """
     bounds = torch.as_tensor(bounds).long().cpu()
     fits = bounds.dim() == 1 and len(bounds) > 1 and bounds[0] == 0 and bounds[-1] <= total
     if not fits or (bounds.diff() < 0).any():

@@ -34,7 +34,8 @@ class LoopedBlock(ABC, nn.Module):
     def forward(self, h: Tensor, **options: Tensor | None) -> Tensor:
         """h [B, S, D], a tensor or a `Dual` -> [B, S, D].
 
-        Raises TypeError for an unknown option, and as `looped_block`.
+        Raises:
+            TypeError: an unknown option, and as `looped_block`.
         """
         unknown = set(options) - set(OPTIONS)
         if unknown:

@@ -134,7 +134,11 @@ def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
 
 
 def _read(file: Path) -> dict:
-    """A mapping from a JSON file. Raises ValueError that names it."""
+    """A mapping from a JSON file.
+
+    Raises:
+        ValueError: it names it.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

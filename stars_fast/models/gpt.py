@@ -23,7 +23,10 @@ from stars_fast.models.looped_config import ACTIVATIONS, NORMS, LoopedConfig
 def make_norm(norm: str, d_model: int) -> nn.Module:
     """The norm operator `norm` over the last dimension of size `d_model`.
 
-    "simplenorm" is LayerNorm without scale and shift. Raises ValueError for another name.
+    "simplenorm" is LayerNorm without scale and shift.
+
+    Raises:
+        ValueError: another name.
     """
     if norm == "layernorm":
         return nn.LayerNorm(d_model)

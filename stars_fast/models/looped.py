@@ -52,8 +52,9 @@ class LoopedLM(nn.Module):
     def prelude(self, tokens: Tensor) -> Tensor:
         """Token ids [B, S] int64 -> h^(0) [B, S, D].
 
-        Raises ValueError if `tokens` is not a two-dimensional int64 tensor or is longer than
-        `config.max_length`.
+        Raises:
+            ValueError: `tokens` is not a two-dimensional int64 tensor or is longer than
+                `config.max_length`.
         """
         _check_tokens(tokens, self.config.max_length)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -81,8 +82,9 @@ class LoopedLM(nn.Module):
         With `tol` a sequence, or a token, that a turn changes by no more takes no further one
         (`models.adaptive`); pads, where real [B, S] is False, hold nobody up.
 
-        Raises ValueError as `prelude`, if `turns` is not a positive integer, and for a `tol` or
-        `tol_per` out of range.
+        Raises:
+            ValueError: as `prelude`, if `turns` is not a positive integer, and for a `tol` or
+                `tol_per` out of range.
         """
         h, _ = turns_until_rest(self.block, self.prelude(tokens), turns, tol, tol_per, real)
         return self.head(self.coda(h))
@@ -90,7 +92,8 @@ class LoopedLM(nn.Module):
     def states(self, tokens: Tensor, turns: int) -> list[Tensor]:
         """[h^(0), ..., h^(turns)], each [B, S, D]: the prelude's output, then each turn's.
 
-        Raises ValueError as `forward`.
+        Raises:
+            ValueError: as `forward`.
         """
         check_integer("turns", turns, 1)
         states = [self.prelude(tokens)]
@@ -122,8 +125,9 @@ class LoopedLM(nn.Module):
         Returns [B, S + N] int64, N <= `max_new_tokens`: each row is its prompt, directly after it
         the new tokens, then `pad`. Dropout is off, whatever mode the model is in.
 
-        Raises ValueError as `forward`, if `max_new_tokens` is not positive, if `lengths` does
-        not fit `tokens`, or if the longest row would need more than `max_length` positions.
+        Raises:
+            ValueError: as `forward`, if `max_new_tokens` is not positive, if `lengths` does not fit
+                `tokens`, or if the longest row would need more than `max_length` positions.
         """
         check_integer("turns", turns, 1)
         check_integer("max_new_tokens", max_new_tokens, 1)

@@ -34,7 +34,8 @@ class LoopedConfig:
     activation: of the MLP: gelu, relu or silu.
     dropout: probability in [0, 1), on embeddings and each sub-layer's output.
 
-    Raises ValueError that names the first field that is out of range.
+    Raises:
+        ValueError: it names the first field that is out of range.
     """
 
     vocab_size: int

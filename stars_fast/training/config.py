@@ -115,7 +115,8 @@ class LoopConfig:
     def on(self, processes: int) -> "LoopConfig":
         """The same with the accumulation for so many processes.
 
-        Raises ValueError if batch_size does not divide evenly, or accumulation says otherwise.
+        Raises:
+            ValueError: batch_size does not divide evenly, or accumulation says otherwise.
         """
         size, what = self.accumulation, "accumulation"
         if self.micro_batch_size is not None:
@@ -255,7 +256,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Any:
     `recipe` is the name of a recipe of the package, a YAML file, or a run folder. `overrides` are
     command-line words: "--penalty.weight", "0.05", "--steps=100".
 
-    Raises ConfigError for a recipe that does not exist or does not parse, and as `tree.build`.
+    Raises:
+        ConfigError: a recipe that does not exist or does not parse, and as `tree.build`.
     """
     mapping = read_recipe(recipe)
     if Path(recipe).is_dir():  # a run, wherever it lies now
@@ -268,7 +270,8 @@ def load_config(recipe: str, overrides: Sequence[str] = ()) -> Any:
 def config_from(mapping: Mapping[str, Any]) -> Any:
     """The configuration from nested mappings: a `RunConfig` of its task.
 
-    Raises ConfigError as `tree.build`.
+    Raises:
+        ConfigError: as `tree.build`.
     """
     return task_of(mapping).config_from(mapping)
 
@@ -277,7 +280,10 @@ def parse_overrides(words: Sequence[str], config: type) -> dict[str, Any]:
     """Command-line words "--field value" or "--field=value" for a `config`, as nested mappings.
 
     A field is its dotted path or its last name where that is unique; hyphens and underscores are
-    alike. Raises ConfigError for an unknown or ambiguous field, a missing value, a stray word.
+    alike.
+
+    Raises:
+        ConfigError: an unknown or ambiguous field, a missing value, a stray word.
     """
     known = list(tree.leaves(config))
     mapping: dict[str, Any] = {}

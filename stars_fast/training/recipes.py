@@ -13,7 +13,8 @@ from stars_fast.base.optional import need
 def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """The mapping of a recipe by name, file or run folder, on top of its `base`.
 
-    Raises ConfigError if it does not exist, does not parse, or is its own base.
+    Raises:
+        ConfigError: it does not exist, does not parse, or is its own base.
     """
     if recipe in seen:
         raise ConfigError(f"recipe {recipe} is its own base: {' -> '.join((*seen, recipe))}")

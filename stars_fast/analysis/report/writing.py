@@ -42,7 +42,8 @@ def write_report(
 
     runs: by label. plan, request: what was measured, and of what. tol: residual at rest.
 
-    Raises ConfigError if `out` can't be written.
+    Raises:
+        ConfigError: `out` can't be written.
     """
     found = record(runs, tol)
     settings = asdict(plan) | asdict(request) | {"device": str(request.device), "rest": tol}

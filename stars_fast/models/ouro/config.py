@@ -176,13 +176,13 @@ def _rope(
 
 
 def check_gate(gate: str) -> None:
-    """Raises ValueError for what is no treatment of the gate."""
+    """Raise ValueError for what is no treatment of the gate."""
     if gate not in ("frozen", "ignored"):
         raise ValueError(f"gate: expected 'frozen' or 'ignored', got {gate!r}")
 
 
 def check_config(config: OuroConfig) -> None:
-    """Raises ValueError or TypeError that names a setting out of range."""
+    """Raise ValueError or TypeError that names a setting out of range."""
     sizes = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "num_key_value_heads head_dim total_ut_steps"

@@ -300,7 +300,7 @@ class OuroModel(OuroPreTrainedModel):
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Raises TypeError, ValueError for arguments of a call that have no meaning here."""
+    """Raise TypeError, ValueError for arguments of a call that have no meaning here."""
     if unknown := sorted(set(kwargs) - _PASSED_ALONG):
         raise TypeError(f"Ouro: unknown arguments {unknown}")
     if kwargs.get("output_attentions"):

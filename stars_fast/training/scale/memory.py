@@ -127,7 +127,9 @@ def peak(activations: Activations, recompute: Recompute, turns: int, penalised: 
     """Bytes of activations at the worst moment of a step of `turns` turns in the graph.
 
     `penalised` says whether the step has a dual turn. The docstring of this file derives it.
-    Raises ValueError for a choice by layers that are not known.
+
+    Raises:
+        ValueError: a choice by layers that are not known.
     """
     a, r = activations, min(recompute.turns, turns)
     by_layer = recompute.per == "layer"
@@ -157,7 +159,8 @@ def choose(
     bytes, of equals the smallest; where none fits the smallest of all. So less budget never keeps
     more. `budget` None stands for no limit.
 
-    Raises ValueError for recompute "layer" where the layers are not known.
+    Raises:
+        ValueError: recompute "layer" where the layers are not known.
     """
     layers = activations.turn_by_layer is not None
     dual = penalised and activations.dual > 0
