@@ -36,7 +36,8 @@ from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch
 from stars_fast.data.samples import drawn_part
-from stars_fast.training.config import load_config, task_of
+from stars_fast.training.config import load_config
+from stars_fast.training.run.task import Task
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next
 from stars_fast.training.step.penalty import PenaltyConfig
@@ -61,13 +62,11 @@ class Trained:
 
     def __init__(self, run: str, turns: int) -> None:
         self.config = load_config(run, ["--precision", "float32"])
-        task = task_of({"task": self.config.task}).Task(
-            self.config, World(0, 1, torch.device("cpu"))
-        )
+        task = Task(self.config, World(0, 1, torch.device("cpu")))
         load_weights(RunFolder(run).checkpoint(), task.loop.model)
         self.loop, self.turns = task.loop, turns
         self.loop.model.eval()
-        self.source = task.source
+        self.source = task.data.source
         self.parameters = [p for p in self.loop.model.parameters() if p.requires_grad]
         self.batch = self.batch_at(0)
 

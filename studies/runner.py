@@ -110,7 +110,7 @@ def _judge_new(run: StudyRun, world: World) -> None:
             f"{run.folder} ended without results, which a study reads: it needs eval.turns, and of "
             "Ouro data.validation or eval.tasks"
         )
-    judge(run.folder, run.config.task, world.device)
+    judge(run.folder, world.device)
 
 
 def status(run: StudyRun) -> str:
@@ -136,7 +136,7 @@ def record(run: StudyRun, world: World) -> dict[str, Any]:
     if entry["status"] == "failed":
         entry |= json.loads(note_of(run).read_text(encoding="utf-8"))
     elif entry["status"] == "done":
-        entry |= judge(run.folder, run.config.task, world.device)
+        entry |= judge(run.folder, world.device)
         entry.pop("asked")
     return entry
 

@@ -20,8 +20,6 @@ rows
 DEBTS = {
     ("analysis.singular", "rows"),
     ("analysis.spectrum", "rows"),
-    ("analysis.subjects", "training.addition"),
-    ("analysis.subjects", "training.config"),
     ("analysis.trajectory", "rows"),
     ("evaluation.validation", "training.scale.distributed"),
     ("evaluation.validation", "training.step.step"),

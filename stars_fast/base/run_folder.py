@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stars_fast.base import tree
 from stars_fast.base.checkpoints import checkpoints, latest
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
@@ -82,3 +83,26 @@ def names_of(settings: Mapping[str, Any]) -> tuple[str, str]:
         for (section, key), name in zip(sections, TASKS[task], strict=True)
     )
     return str(family), str(kind)
+
+
+CHOICES = ("model.family", "data.kind")
+"""Fields that choose which other fields their section has."""
+
+
+def merge_settings(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run with those of `over` in their places. A section whose family or kind is
+    another than that of `base` begins anew.
+
+    Raises:
+        ConfigError: as `names_of`.
+    """
+    before, merged = names_of(base), tree.merge(base, over)
+    after, kept = names_of(merged), dict(base)
+    if before[0] != after[0]:
+        kept.pop("model", None)
+    if before[1] != after[1]:
+        kept.pop("data", None)
+        judged = kept.get("eval")
+        if isinstance(judged, Mapping):
+            kept["eval"] = {name: judged[name] for name in ("turns", "every") if name in judged}
+    return tree.merge(kept, over)

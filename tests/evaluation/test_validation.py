@@ -10,9 +10,8 @@ from torch import nn
 from stars_fast.data import IGNORE
 from stars_fast.data.documents import PaddedChats
 from stars_fast.evaluation.validation import validation_losses
-from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.config import config_from
-from stars_fast.training.ouro import load
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.step import StepLoss
 
@@ -48,7 +47,9 @@ def root():
             "data": {"source": "tiny-chat"},
         }
     )
-    return StepLoss(OuroLoop(load(config)[0].train()), config)
+    return StepLoss(
+        OuroLoop(FAMILY.start(config.model, torch.float32, config.seed)[0].train()), config
+    )
 
 
 def by_hand(root, turns):

@@ -14,7 +14,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
 from stars_fast.data.samples import drawn_part
-from stars_fast.training.config import RunConfig, task_of
+from stars_fast.training.config import RunConfig
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
 from stars_fast.training.run.folder import open_run, reason_to_refuse, write_results
@@ -57,7 +57,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
     with processes(config.train.device) as world:
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
-        task: Task = task_of({"task": config.task}).Task(config, world)
+        task = Task(config, world)
         trainer = Trainer(config, task, folder, world)
         trainer.begins_again = resume and folder.config.exists() and not trainer.step
         if world.first:
@@ -94,13 +94,13 @@ class Trainer:
     """One run: everything it holds, and the loop."""
 
     def __init__(self, config: RunConfig, task: Task, folder: RunFolder, world: World) -> None:
-        train = config.train.on(world.size).over(len(task.source))
+        train = config.train.on(world.size).over(len(task.data.source))
         self.config = config = replace(config, train=train)
         self.task = task
         self.folder = folder
         self.world = world
         self.batches = Batches(
-            task.source,
+            task.data.source,
             config.seed,
             train.batch_size,
             train.accumulation,
@@ -122,7 +122,7 @@ class Trainer:
         self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
         self.processes = world.size
-        self.fingerprint = task.source.fingerprint()
+        self.fingerprint = task.data.source.fingerprint()
         if world.largest(self.fingerprint) != -world.largest(-self.fingerprint):
             raise ConfigError(
                 "the training data differ between processes: their machines have other files or "
@@ -290,7 +290,7 @@ class Trainer:
         if self.begins_again:
             start += " anew, as there is no checkpoint to continue from"
         self.progress.say(f"run folder {where}; {start}")
-        for note in (*self.task.notes(), *self.notes, *self._warnings()):
+        for note in (*self.task.data.notes, *self.notes, *self._warnings()):
             self.progress.say(note)
         self.windows = Prefetch(self.batches, self.step, train.total_steps)
         if not self.step:
@@ -342,7 +342,7 @@ class Trainer:
             return
         if results:
             write_results(self.folder, {"step": self.step, **results})
-            for line in self.task.tell(results):
+            for line in self.task.judge.tell(results):
                 self.progress.say(line)
         try:
             self._draw(results)
@@ -356,4 +356,4 @@ class Trainer:
 
         training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
         if results:
-            self.task.draw(results, self.folder.path)
+            self.task.judge.draw(results, self.folder.path)

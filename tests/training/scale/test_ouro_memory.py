@@ -7,8 +7,7 @@ from ouro_runs import ouro_run
 
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats
-from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.ouro import load
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.scale.memory import _Kept
 from stars_fast.training.step.step import Plan, StepLoss
 from stars_fast.training.step.turns import Recompute
@@ -33,7 +32,8 @@ class EightAlike:
 @pytest.fixture(scope="module")
 def step_of(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    model, _ = load(ouro_run(folder / "run", folder))
+    config = ouro_run(folder / "run", folder)
+    model, _ = FAMILY.start(config.model, torch.float32, config.seed)
 
     def make(dtype=torch.float32, **penalty):
         config = ouro_run(folder / "run", folder, method="jsrr", penalty=penalty)

@@ -19,8 +19,7 @@ from ouro_runs import ouro_run
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats, PaddedChats, next_tokens
-from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.ouro import load
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.step import jacobian
 from stars_fast.training.step.step import Plan, StepLoss
 
@@ -65,7 +64,8 @@ def order_of(batch, chats):
 def trained(tmp_path_factory):
     """trained(dtype, **changes): a StepLoss of a tiny Ouro."""
     folder = tmp_path_factory.mktemp("model")
-    model, _ = load(ouro_run(folder / "run", folder))
+    config = ouro_run(folder / "run", folder)
+    model, _ = FAMILY.start(config.model, torch.float32, config.seed)
 
     def make(dtype=torch.float64, **changes):
         config = ouro_run(folder / "run", folder, **changes)
