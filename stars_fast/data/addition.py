@@ -124,7 +124,7 @@ class AdditionData:
         mask = tokens != self.tokenizer.pad_id
         if self.ids is not None:
             tokens = self.ids[tokens]
-            targets = torch.where(targets == IGNORE, IGNORE, self.ids[targets])
+            targets = torch.where(targets == IGNORE, IGNORE, self.ids[targets.clamp(0)])
         return Batch(tokens, targets, mask)
 
 
