@@ -13,9 +13,9 @@ from benchmarks.published import Published
 from benchmarks.workload import RandomChats, one_by_one, random_model
 from stars_fast.data.batches import MicroBatch, micro_batch, to_device
 from stars_fast.data.documents import PackedChats
-from stars_fast.data.samples import Samples
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.tokens import Tokens
 from stars_fast.training.config import config_from
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.step import Plan, StepLoss
@@ -79,7 +79,7 @@ def differences(model: Any, batch: MicroBatch, precision: str) -> dict[str, floa
     v = torch.randn_like(h)
     with autocast(precision, device, sharded=False):
         rows = published.penalty(h, v)
-        columns = fused_jsrr(OuroLoop(model).turn(h, Samples(1)), h, v=v)
+        columns = fused_jsrr(OuroLoop(model).turn(h, Tokens(*h.shape[:2])), h, v=v)
     wide = copy.deepcopy(model).double()
     exact_rows, exact_columns = _penalties_in_fp64(wide, h, v)
     found |= _compared("published penalty", (rows, model), (exact_rows, wide))

@@ -105,9 +105,9 @@ class Trained:
         _, states = self.states(self.batch, self.turns)
         found = []
         for i in range(min(8, self.batch.samples.count)):
-            part = self.batch.samples.take([i])
-            h = part.of(states[-1].detach())
-            turn, mask = self.loop.turn(h, part.samples), part.samples.mask
+            part = self.batch.samples.subset([i])
+            h = part.cut(states[-1].detach())
+            turn, mask = self.loop.turn(h, part.tokens), part.tokens.real
             generator = torch.Generator().manual_seed(i)
             moments = singular_moments(turn, h, mask=mask, probes=128, generator=generator)
             found.append(float(moments.r4))

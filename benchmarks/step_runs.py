@@ -123,7 +123,7 @@ class Bench:
         config = self.config(case)
         documents, positions = [], 0
         for batch, depth in zip(self.windows[step], turns, strict=True):
-            lengths = batch.samples.lengths(batch.tokens.shape[1])
+            lengths = batch.samples.lengths
             chosen = _penalised(case, batch, config, step)
             documents += [Document(n, depth, i in chosen) for i, n in enumerate(lengths)]
             positions += batch.real_tokens if case.published else len(batch.labels)

@@ -103,7 +103,9 @@ def one_by_one(window: Sequence[MicroBatch], turns: Sequence[int]) -> list[publi
     for batch, depth in zip(window, turns, strict=True):
         targets = torch.full_like(batch.tokens, IGNORE)
         targets.view(-1)[batch.positions] = batch.labels
-        pairs = zip(batch.samples.parts(batch.tokens), batch.samples.parts(targets), strict=True)
+        pairs = zip(
+            batch.samples.per_sample(batch.tokens), batch.samples.per_sample(targets), strict=True
+        )
         for tokens, labels in pairs:
             found.append(published.MicroBatch(_row(tokens), _row(labels), depth))
     return found

@@ -102,7 +102,7 @@ def _states(loop: Loop, batch: MicroBatch) -> dict[str, dict[int, float | None]]
     generator = torch.Generator(batch.tokens.device).manual_seed(0)
     start = loop.prelude(batch.tokens)
     block = loop.turn(start, batch.samples)
-    mask = batch.samples.mask
+    mask = batch.samples.real
     mask = None if mask is None else mask.to(start.device)
 
     def visit(turn: int, h: Tensor) -> None:

@@ -21,8 +21,6 @@ DEBTS = {
     ("analysis.singular", "rows"),
     ("analysis.spectrum", "rows"),
     ("analysis.trajectory", "rows"),
-    ("evaluation.validation", "training.scale.distributed"),
-    ("evaluation.validation", "training.step.step"),
     ("jsrr", "rows"),
     ("training.step.losses", "rows"),
 }

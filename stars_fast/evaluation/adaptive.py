@@ -54,10 +54,8 @@ def evaluate_adaptive(
             right = taken = stuck = tokens = count = 0
             for batch in first_batches(loop, sums, limit, batch_size):
                 h = loop.prelude(batch.tokens)
-                real = batch.samples.mask
-                real = (
-                    batch.tokens.new_ones(h.shape[:2], dtype=torch.bool) if real is None else real
-                )
+                everything = torch.ones(h.shape[:2], dtype=torch.bool)
+                real = everything if batch.samples.real is None else batch.samples.real
                 real = real.to(h.device)
                 block = loop.turn(h, batch.samples)
                 h, turns = turns_until_rest(block, h, limit_turns, tol, per, real)

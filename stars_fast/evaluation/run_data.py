@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from stars_fast.base import tree
+from stars_fast.base.choices import names_of
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.run_folder import names_of
 from stars_fast.data.kinds import DataKind, OpenData, kind_named
 from stars_fast.models.saved import ModelSource, load_tokenizer
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stars_fast.base import tree
+from stars_fast.base.choices import CHOICES, merge_settings, names_of
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.optional import need
-from stars_fast.base.run_folder import CHOICES, merge_settings, names_of
 from stars_fast.data.kinds import kind_named
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import family_named

@@ -4,10 +4,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from stars_fast.base.choices import merge_settings
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
 from stars_fast.base.optional import need
-from stars_fast.base.run_folder import merge_settings
 
 
 def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:

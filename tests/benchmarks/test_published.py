@@ -12,8 +12,8 @@ from benchmarks.published import MicroBatch, Published
 from benchmarks.workload import SHAPES, one_by_one, packed_batches, random_model
 from stars_fast import fused_jsrr
 from stars_fast.data import IGNORE
-from stars_fast.data.samples import Samples
 from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.tokens import Tokens
 from stars_fast.training.step.precision import autocast
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_checkpoints_change_no_gradient(model):
 def test_over_all_directions_its_penalty_is_ours(model):
     model = copy.deepcopy(model).double()
     h = torch.randn(1, 3, 16, dtype=torch.float64)
-    turn = OuroLoop(model).turn(h, Samples(1))
+    turn = OuroLoop(model).turn(h, Tokens(*h.shape[:2]))
     way, rows, columns = Published(model, "float32"), 0.0, 0.0
     for direction in torch.eye(h.numel(), dtype=torch.float64):
         v = direction.view_as(h)

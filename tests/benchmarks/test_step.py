@@ -206,7 +206,7 @@ def test_cases_say_what_they_are():
 
 def test_a_batch_that_is_a_whole_step_counts_or_not(bench):
     """Whatever the accumulation says."""
-    batch = replace(bench.windows[1][0], pieces=1, index=0)
+    batch = replace(bench.windows[1][0], step_micro_batches=1, index=0)
     factors = {
         name: {penalty_factor(batch, bench.config(CASES[name]), step) for step in range(40)}
         for name in ("jsrr", "jsrr-quarter", "jsrr-quarter-micro")

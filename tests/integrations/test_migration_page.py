@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stars_fast.base import tree
-from stars_fast.base.run_folder import TASKS
+from stars_fast.base.choices import TASKS
 from stars_fast.training.config import config_class, load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-the-published-code.md").read_text()

@@ -12,7 +12,7 @@ import torch
 from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer, token_ids
 from stars_fast.data.batches import HostBatch
 from stars_fast.data.kinds import DataKind, OpenData
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import padded_tokens
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Sums:
 
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch(self.split, torch.from_numpy(units))
-        return HostBatch(tokens, targets, Samples(len(units), None if mask.all() else mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 class SumsKind(DataKind):

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base import tree
+from stars_fast.base.choices import names_of
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.run_folder import RunFolder, names_of
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.folders import check_exists, check_folder, not_loaded
 from stars_fast.models.loop import Loop
 

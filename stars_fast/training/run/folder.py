@@ -13,9 +13,10 @@ import torch
 import stars_fast
 from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest
+from stars_fast.base.choices import CHOICES
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
-from stars_fast.base.run_folder import CHOICES, RunFolder
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.training.config import RunConfig, load_config, save_config
 from stars_fast.training.run.metrics import read_metrics
 

@@ -147,8 +147,8 @@ class TextJudge(Judge):
             world.together(lambda: check_tasks(tasks, "eval.tasks") if world.first else None)
 
     def results(self, task: Task, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
-        from stars_fast.evaluation.in_training import run_tasks
-        from stars_fast.evaluation.validation import validation_losses
+        from stars_fast.training.run.in_training import run_tasks
+        from stars_fast.training.run.validation import validation_losses
 
         config, world, asked = self.config, self.world, self.asked
         results: Results = {}

@@ -195,7 +195,7 @@ class Trainer:
         if self.meter.peak is None:
             return 0.0
         turns = [
-            self.task.loop.turn_flops(batch.samples.lengths(batch.tokens.shape[1]))
+            self.task.loop.turn_flops(batch.samples.lengths)
             * step_cost(self.costs, turns, plan.step, self.rest)
             for turns, batch in zip(plan.turns, window, strict=True)
         ]
@@ -276,7 +276,7 @@ class Trainer:
             ]
         )
         self.rest = self.task.loop.outside_block(supervised / places)
-        samples = window[0].step_samples / window[0].pieces
+        samples = window[0].step_samples / window[0].step_micro_batches
         part = config.penalty.fraction
         if config.penalty.draw == "samples":
             part = drawn_part(part, samples)

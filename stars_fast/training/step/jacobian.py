@@ -19,15 +19,13 @@ from torch import Tensor
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.samples import (
-    Part,
-    Samples,
     draw_samples,
     drawn_number,
-    join,
     sample_noise,
 )
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Loop, Turn
+from stars_fast.tokens import Subset, put_together
 from stars_fast.training.config import RunConfig
 from stars_fast.training.step.turns import Block, Recompute, by_layer, dual_block
 
@@ -65,10 +63,10 @@ def penalty_at_last(
     out, penalty = _penalty(*arguments, detach=False, return_output=True)
     if part is None:
         return out, penalty
-    rest = batch.samples.take(sorted(set(range(batch.samples.count)) - set(part.chosen)))
-    others = rest.of(states[-1])
-    others = _block(loop, loop.turn(others, rest.samples), recompute)(others)
-    return join([(part, out), (rest, others)], states[-1].shape), penalty
+    rest = batch.samples.subset(sorted(set(range(batch.samples.count)) - set(part.chosen)))
+    others = rest.cut(states[-1])
+    others = _block(loop, loop.turn(others, rest.tokens), recompute)(others)
+    return put_together([(part, out), (rest, others)], states[-1].shape), penalty
 
 
 def direction(states: list[Tensor], config: RunConfig) -> Tensor | None:
@@ -87,19 +85,19 @@ def penalty_factor(batch: MicroBatch, config: RunConfig, step: int) -> float:
     window = config.train.accumulation
     number = config.penalty.micro_batches(window)
     chosen = random.Random(derive(config.seed, "micro-batches", step)).sample(range(window), number)
-    place = batch.index * window // batch.pieces
+    place = batch.index * window // batch.step_micro_batches
     return window / number if place in chosen else 0.0
 
 
-def drawn(batch: MicroBatch, config: RunConfig, step: int) -> Part | None:
+def drawn(batch: MicroBatch, config: RunConfig, step: int) -> Subset | None:
     """The samples of the micro-batch that go through the dual pass; None for all."""
     if config.penalty.draw == "micro-batches":
         return None
-    number = drawn_number(config.penalty.fraction, batch.step_samples / batch.pieces)
+    number = drawn_number(config.penalty.fraction, batch.step_samples / batch.step_micro_batches)
     if config.penalty.fraction == 1.0 or number >= batch.samples.count:
         return None
     chosen = draw_samples(batch.samples.count, number, config.seed, step, batch.index)
-    return batch.samples.take(chosen)
+    return batch.samples.subset(chosen)
 
 
 def _penalty(
@@ -107,7 +105,7 @@ def _penalty(
     turn: Turn,
     states: list[Tensor],
     batch: MicroBatch,
-    part: Part | None,
+    part: Subset | None,
     config: RunConfig,
     step: int,
     recompute: Recompute,
@@ -118,16 +116,16 @@ def _penalty(
     h, v = states[-1], direction(states, config)
     if options["detach"]:
         h = h.detach()
-    samples: Samples = batch.samples
+    samples = batch.samples
     chosen: Sequence[int] = range(samples.count)
     if part is not None:
-        samples, chosen = part.samples, part.chosen
-        h, v = part.of(h), None if v is None else part.of(v)
+        samples, chosen = part.tokens, part.chosen
+        h, v = part.cut(h), None if v is None else part.cut(v)
         turn = loop.turn(h, samples)
     if v is None:
         numbers = [batch.first + i for i in chosen]
         v = sample_noise(h, samples, config.seed, step, numbers)
-    mask = samples.mask
+    mask = samples.real
     return fused_jsrr(
         _block(loop, turn, recompute),
         h,

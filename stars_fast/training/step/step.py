@@ -108,7 +108,7 @@ class StepLoss(nn.Module):
         elif jacobian:
             penalty = penalty_at_next(loop, turn, states, batch, config, plan.step, recompute)
         elif kind == "l2":
-            penalty = adjacent_l2(states, batch.samples.mask, batch.samples.cu_seqlens)
+            penalty = adjacent_l2(states, batch.samples.real, batch.samples.cu_seqlens)
         loss = loop.token_loss(h, batch, window_tokens)
         penalty = penalty * (factor * batch.share)
         shares = torch.stack([loss.detach(), penalty.detach()])
@@ -121,7 +121,7 @@ class StepLoss(nn.Module):
             turn = loop.turn(self.start(batch), samples)
 
         def dual(block: Block, h: Tensor) -> Tensor:
-            mask = None if samples.mask is None else samples.mask.to(h.device)
+            mask = None if samples.real is None else samples.real.to(h.device)
             return fused_jsrr(block, h, mask=mask, cu_seqlens=samples.cu_seqlens)
 
         # Of a part of the samples the dual pass may now and then be that of the whole micro-batch.

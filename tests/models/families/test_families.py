@@ -93,14 +93,14 @@ def test_a_run_and_an_export_are_recognised(family, run, tmp_path):
     assert family_of(export_run(run, tmp_path / "out")) is family
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "other"}')
-    with pytest.raises(ConfigError, match="must be a looped model .*got 'other'"):
+    with pytest.raises(ConfigError, match=r"must be a looped model .*got 'other'"):
         family_of(tmp_path / "other")
 
 
 @torch.no_grad()
 def test_its_turns_are_those_of_the_model(family, parts):
     loop, batch = parts
-    length = int(batch.samples.lengths(batch.tokens.shape[1])[1])
+    length = int(batch.samples.lengths[1])
     alone = batch.tokens[1:, :length]  # the shorter one, without its pads
     own = loop.model(alone, turns=2)
     own = own if isinstance(own, torch.Tensor) else own.logits

@@ -9,9 +9,9 @@ from ouro_runs import ouro_run
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.tiny_chat import write_tiny_chats
-from stars_fast.evaluation import benchmarks, in_training
+from stars_fast.evaluation import benchmarks
 from stars_fast.training.config import LoopConfig, load_config
-from stars_fast.training.run import trainer
+from stars_fast.training.run import in_training, trainer
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 from stars_fast.training.scale.distributed import World

@@ -21,7 +21,8 @@ RUN = {
     "depth": {"law": "lognormal", "mu": 0.7, "sigma": 0.4, "high": 4},
     "optim": {"lr": 1e-2, "weight_decay": 0.0, "schedule": "wsd", "decay_steps": 0},
     "train": {
-        "steps": 30, "batch_size": 8, "log_every": 1, "save_every": 0, "threads": 1, "report_to": [],
+        "steps": 30, "batch_size": 8, "log_every": 1, "save_every": 0, "threads": 1,
+        "report_to": [],
     },
     "eval": {"turns": [1, 3]},
 }  # fmt: skip
@@ -120,7 +121,7 @@ def test_a_looped_lm_on_chats_is_analysed_and_exported(run_of, tmp_path):
             {**LOOPED, "tokenizer": None}, {**CHATS, "packing": False}, {},
             "model.tokenizer must be a hub id, a folder or tiny for text",
         ),
-        ({**LOOPED, "vocab_size": 9}, SUMS, {}, "model.vocab_size must be at least 14 for the data"),
+        ({**LOOPED, "vocab_size": 9}, SUMS, {}, "model.vocab_size must be at least 14 for"),
         (
             LOOPED, {**CHATS, "packing": False}, {"eval": {"tasks": ["gsm8k"]}},
             "eval.tasks must be empty with model.family looped_lm",
@@ -132,8 +133,8 @@ def test_a_looped_lm_on_chats_is_analysed_and_exported(run_of, tmp_path):
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_named(tmp_path, model, data, changes, message):
+    mapping = {**RUN, "out": str(tmp_path / "run"), "model": model, "data": data}
     with pytest.raises(ConfigError, match=message):
-        mapping = {**RUN, "out": str(tmp_path / "run"), "model": model, "data": data}
         train(config_from(merge(mapping, changes)))
 
 

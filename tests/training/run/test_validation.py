@@ -9,9 +9,9 @@ from torch import nn
 
 from stars_fast.data import IGNORE
 from stars_fast.data.documents import PaddedChats
-from stars_fast.evaluation.validation import validation_losses
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.config import config_from
+from stars_fast.training.run.validation import validation_losses
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.step import StepLoss
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stars_fast.base.errors import ConfigError
-from stars_fast.evaluation import in_training
 from stars_fast.evaluation.benchmarks import check_tasks
-from stars_fast.evaluation.in_training import run_tasks
+from stars_fast.training.run import in_training
+from stars_fast.training.run.in_training import run_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
