@@ -38,10 +38,10 @@ from stars_fast.data.batches import Batches, MicroBatch
 from stars_fast.data.samples import drawn_part
 from stars_fast.training.config import load_config, task_of
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next
+from stars_fast.training.step.micro_step import MicroStep
+from stars_fast.training.step.penalties.jacobian import jacobian_penalty
 from stars_fast.training.step.penalty import PenaltyConfig
-from stars_fast.training.step.step import StepLoss
-from stars_fast.training.step.turns import KEEP_ALL, run_turns
+from stars_fast.training.step.turns import run_turns
 
 COLUMNS = {
     "cost": ("cost", ".3f"),
@@ -76,9 +76,8 @@ class Trained:
         return Batches(self.source, self.config.seed, size).window(step)[0]
 
     def states(self, batch: MicroBatch, turns: int) -> tuple[Any, list[Tensor]]:
-        h = StepLoss(self.loop, self.config).start(batch)
-        turn = self.loop.turn(h, batch.samples)
-        return turn, run_turns(turn, h, turns)
+        micro = MicroStep(self.loop, batch, self.config, 0)
+        return micro.turn, run_turns(micro.turn, micro.first, turns)
 
     def token(self, step: int) -> Tensor:
         """The gradient of the token loss of one batch."""
@@ -91,14 +90,12 @@ class Trained:
         at = "last" if kind == "last" else "next"
         changed = PenaltyConfig(fraction=fraction, at=at, detach=kind == "exact")
         config = replace(self.config, penalty=changed)
-        turn, states = self.states(self.batch, self.turns - (at == "last"))
+        penalty = jacobian_penalty(config)
+        _, states = self.states(self.batch, self.turns - penalty.last_turns)
         losses = []
         for probe in range(probes):
-            number = draw * probes + probe
-            arguments = self.loop, turn, states, self.batch, config, number, KEEP_ALL
-            losses.append(
-                penalty_at_next(*arguments) if at == "next" else penalty_at_last(*arguments)[1]
-            )
+            micro = MicroStep(self.loop, self.batch, config, draw * probes + probe)
+            losses.append(penalty.compute(micro, states)[1])
         return self._gradient(torch.stack(losses).mean())
 
     def r4(self) -> list[float]:

@@ -24,7 +24,7 @@ DEBTS = {
     ("analysis.subjects", "training.config"),
     ("analysis.trajectory", "rows"),
     ("jsrr", "rows"),
-    ("training.step.losses", "rows"),
+    ("training.step.penalties.l2_step", "rows"),
 }
 """Edges between floors that lead upward."""
 

@@ -25,7 +25,7 @@ from stars_fast.training.config import EvalConfig, RunConfig
 from stars_fast.training.run.task import Results
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.precision import autocast, parameter_dtype
-from stars_fast.training.step.step import root_of
+from stars_fast.training.step.train_step import root_of
 
 
 @dataclass
