@@ -4,9 +4,9 @@ the gradient against a finite difference (which knows nothing of torch's formula
 What must not happen is a wrong number: an op either agrees or raises.
 """
 
-import warnings
 from itertools import islice
 
+import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from stars_fast.dual import Dual
 from stars_fast.dual.patches import surroundings
 
-SAMPLES = 3  # per op
+SAMPLES = 3  # per op, of the first TRIED that are small and have a derivative in torch
+TRIED = 20
 LARGEST = 500  # elements of an input
 
 LEFT_OUT = {
@@ -44,6 +45,20 @@ TORCH_IS_WRONG = {
     "logcumsumexp": "its tangent is off at spread inputs",
     "scatter_reduce prod": "it has no tangent, and torch.func.jvp says 0",
 }
+REFUSED = """
+lu_unpack as_strided as_strided-partial_views as_strided_copy as_strided_scatter native_layer_norm
+native_batch_norm triangular_solve linalg.lstsq linalg.lstsq-grad_oriented linalg.lu
+""".split()
+# Complex results, no forward derivative in torch, large samples.
+UNJUDGED = """
+cdist cholesky view_as_complex complex nn.functional.multi_margin_loss
+nn.functional.multilabel_margin_loss to ormqr slice_scatter polar index_reduce-mean
+index_reduce-prod index_reduce-amin index_reduce-amax cdouble cfloat chalf native_dropout_backward
+nn.functional.dropout3d nn.functional.feature_alpha_dropout-with_train nn.functional.embedding_bag
+nn.functional.grid_sample grid_sampler_2d grid_sampler_3d nn.functional.ctc_loss
+nn.functional.pdist fft.fft fft.fft2 fft.fftn fft.rfft fft.rfft2 fft.rfftn fft.ifft fft.ifft2
+fft.ifftn fft.ihfft fft.ihfft2 fft.ihfftn linalg.eig linalg.eigvals
+""".split()
 FAMILIES_LEFT_OUT = ("_", "masked.", "sparse", "to_sparse", "torch.ops", "jiterator")
 
 
@@ -69,11 +84,11 @@ def differences(run, primals, tangents):
     return [(a - b) / (2 * step) for a, b in zip(up, down, strict=True)]
 
 
-def check_sample(op, sample, stats):
+def check_sample(op, sample):
     leaves, spec = tree_flatten((sample.input, sample.args, sample.kwargs))
     places = [i for i, leaf in enumerate(leaves) if is_float(leaf)][: len(floats(sample.input))]
     if not places or sum(leaves[i].numel() for i in places) > LARGEST:
-        return
+        return None
 
     def run(inputs):
         filled = list(leaves)
@@ -88,7 +103,7 @@ def check_sample(op, sample, stats):
         torch.manual_seed(1)
         values, derivatives = torch.func.jvp(lambda *p: tuple(run(p)), primals, tangents)
     except (RuntimeError, NotImplementedError):
-        return  # torch itself has no derivative for this sample
+        return None  # torch itself has no derivative for this sample
     close = {"equal_nan": True}
     if f"{op.name} {op.variant_test_name}".strip() in TORCH_IS_WRONG:
         derivatives = differences(run, primals, tangents)
@@ -103,8 +118,7 @@ def check_sample(op, sample, stats):
     except RuntimeError as error:
         if "stars_fast" not in str(error):
             raise AssertionError(f"unclear error: {error}") from error
-        stats["refused"].add(op.name)
-        return
+        return "refused"
 
     for out, value, derivative in zip(outputs, values, derivatives, strict=True):
         assert out.shape == value.shape
@@ -129,26 +143,24 @@ def check_sample(op, sample, stats):
         torch.testing.assert_close(
             torch.as_tensor(analytic, dtype=torch.float64), numeric / 2e-6, rtol=1e-4, atol=1e-4
         )
-    stats["agreed"].add(op.name)
+    return "agreed"
 
 
-def test_ops_agree_or_refuse():
+OPS = {
+    f"{op.name} {op.variant_test_name}".strip().replace(" ", "-"): op
+    for op in op_db
+    if torch.float64 in op.dtypes
+    and op.supports_autograd
+    and op.name not in LEFT_OUT
+    and not op.name.startswith(FAMILIES_LEFT_OUT)
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OPS)
+def test_op_agrees_or_refuses(name):
     torch.manual_seed(0)
-    stats = {"agreed": set(), "refused": set()}
-    failures = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for op in op_db:
-            if torch.float64 not in op.dtypes or not op.supports_autograd:
-                continue
-            if op.name in LEFT_OUT or op.name.startswith(FAMILIES_LEFT_OUT):
-                continue
-            for sample in islice(op.sample_inputs("cpu", torch.float64), SAMPLES):
-                try:
-                    check_sample(op, sample, stats)
-                except AssertionError as error:
-                    failures.append(f"{op.name} {op.variant_test_name}: {str(error)[:200]}")
-    assert not failures, "\n".join(failures)
-    # The figures guard the test itself: an error that hits everything would pass unseen.
-    assert len(stats["agreed"]) > 350
-    assert len(stats["refused"] - stats["agreed"]) < 25, sorted(stats["refused"])
+    samples = islice(OPS[name].sample_inputs("cpu", torch.float64), TRIED)
+    outcomes = (check_sample(OPS[name], sample) for sample in samples)
+    outcomes = set(islice(filter(None, outcomes), SAMPLES))
+    assert "agreed" in outcomes or name in (REFUSED if outcomes else UNJUDGED)
