@@ -43,7 +43,7 @@ from stars_fast.training.step.penalties.jacobian import jacobian_penalty
 from stars_fast.training.step.penalty import PenaltyConfig
 from stars_fast.training.step.turns import run_turns
 
-COLUMNS = {
+NOISE_COLUMNS = {
     "cost": ("cost", ".3f"),
     "cosine": ("cosine", ".3f"),
     "variance": ("variance", ".3f"),
@@ -53,7 +53,7 @@ COLUMNS = {
 }
 PARTS = (0.125, 0.25, 0.5, 1.0)
 PROBES = (2, 4)
-KINDS = ("exact", "attached", "last")
+PENALTY_KINDS = ("exact", "attached", "last")
 
 
 class Trained:
@@ -99,13 +99,13 @@ class Trained:
         return self._gradient(torch.stack(losses).mean())
 
     def r4(self) -> list[float]:
-        """Of the first samples, each by itself."""
+        """r4 of the first samples, each by itself."""
         _, states = self.states(self.batch, self.turns)
         found = []
         for i in range(min(8, self.batch.samples.count)):
-            part = self.batch.samples.take([i])
-            h = part.of(states[-1].detach())
-            turn, mask = self.loop.turn(h, part.samples), part.samples.mask
+            part = self.batch.samples.subset([i])
+            h = part.cut(states[-1].detach())
+            turn, mask = self.loop.turn(h, part.tokens), part.tokens.real
             generator = torch.Generator().manual_seed(i)
             moments = singular_moments(turn, h, mask=mask, probes=128, generator=generator)
             found.append(float(moments.r4))
@@ -129,7 +129,7 @@ def variance(draws: list[Tensor]) -> float:
 
 def settings() -> Iterator[tuple[str, float, int, str]]:
     """Name, fraction, probes and kind."""
-    for kind in KINDS:
+    for kind in PENALTY_KINDS:
         for fraction in PARTS if kind == "exact" else (0.25, 1.0):
             yield f"{kind}, {fraction:g} of the samples", fraction, 1, kind
     for probes in PROBES:
@@ -144,7 +144,7 @@ def study(run: str, turns: int, draws: int) -> dict[str, Any]:
     # Numbers beyond those of the draws: the expectation must not know them.
     expected = {
         kind: torch.stack([trained.penalty(1000 + k, 1.0, 4, kind) for k in range(16)]).mean(0)
-        for kind in KINDS
+        for kind in PENALTY_KINDS
     }
     rows, samples = {}, trained.batch.samples.count
     for name, fraction, probes, kind in settings():
@@ -160,7 +160,7 @@ def study(run: str, turns: int, draws: int) -> dict[str, Any]:
         }
     r4 = trained.r4()
     print(f"{run}: {trained.batch.samples.count} samples, h^({turns}), lambda {weight:g}")
-    print(table(rows, COLUMNS))
+    print(table(rows, NOISE_COLUMNS))
     print(f"r4 of {len(r4)} samples: {min(r4):.1f} to {max(r4):.1f}")
     return {"samples": trained.batch.samples.count, "turns": turns, "rows": rows, "r4": r4}
 

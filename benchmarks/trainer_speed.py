@@ -27,8 +27,8 @@ from torch import Tensor
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import HostBatch
-from stars_fast.data.samples import Samples
 from stars_fast.models.ouro.losses import next_tokens
+from stars_fast.tokens import packed_tokens, padded_tokens
 from stars_fast.training import ouro
 from stars_fast.training.config import config_from
 from stars_fast.training.run.metrics import read_metrics
@@ -124,9 +124,9 @@ class Given:
         real = mask.bool()
         targets = next_tokens(labels, real)
         if not self.packing:
-            return HostBatch(tokens, targets, Samples(len(rows), real))
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-        return HostBatch(tokens[real][None], targets[real][None], Samples(len(rows), None, bounds))
+            return HostBatch(tokens, targets, padded_tokens(real))
+        samples = packed_tokens(mask.sum(1).tolist())
+        return HostBatch(tokens[real][None], targets[real][None], samples)
 
 
 def our_rate(

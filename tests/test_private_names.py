@@ -353,6 +353,16 @@ def test_checkpointing_keeps_its_inputs_by_a_function():
     assert any(arg is x for args in called for arg in args)
 
 
+@rests_on("torch.nn.modules.module._global_forward_hooks_with_kwargs")
+def test_a_global_hook_with_keywords_is_kept_by_its_number():
+    kept = torch.nn.modules.module._global_forward_hooks_with_kwargs
+    hook = torch.nn.modules.module.register_module_forward_hook(print, with_kwargs=True)
+    assert kept == {hook.id: True}
+    hook.remove()
+    kept.pop(hook.id, None)  # torch 2.13 leaves it
+    assert kept == {}
+
+
 def test_function_apply_can_be_put_in_place_and_back():
     """No private name, but the one place where torch's class is changed (`dual/patches.py`)."""
     plain = torch.autograd.Function.__dict__["apply"]

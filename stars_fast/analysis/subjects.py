@@ -20,12 +20,12 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.addition import AdditionData
 from stars_fast.data.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
-from stars_fast.data.samples import Samples
 from stars_fast.data.sources import READERS
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.models.loop import Loop
+from stars_fast.tokens import padded_tokens
 from stars_fast.training.addition import Sums, load_model
 from stars_fast.training.config import load_config
 
@@ -144,7 +144,7 @@ class Unseen(Sums):
 
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch("test", torch.from_numpy(units))
-        return HostBatch(tokens, targets, Samples(len(units), mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 # -- Ouro
@@ -175,7 +175,7 @@ def _ouro(source: str, config: Any, request: Request) -> Subject:
     else:
         trained = config.trained_turns
     where = "checkpoint" if found.step is None else f"step {found.step}"
-    chats = PaddedChats(Documents(documents), tokenizer.pad_token_id or 0)
+    chats = PaddedChats(DocumentsInMemory(documents), tokenizer.pad_token_id or 0)
     return Subject(
         source=source,
         name=found.label,
@@ -198,7 +198,7 @@ def _validation(source: str, config: Any, tokenizer: Any, request: Request) -> l
     return _cut((chats.document(i) for i in range(len(chats))), request)
 
 
-class Documents:
+class DocumentsInMemory:
     """Tokenised texts in memory, as a source of padded batches takes them."""
 
     def __init__(self, documents: Sequence[Document]) -> None:

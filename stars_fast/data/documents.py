@@ -10,7 +10,7 @@ from torch import Tensor
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import HostBatch
 from stars_fast.data.packing import pack
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import packed_tokens, padded_tokens
 
 
 class Documents(Protocol):
@@ -51,8 +51,8 @@ class PackedChats:
         documents = np.concatenate([self.rows[unit] for unit in units])
         parts = [next_tokens(self.chats, document) for document in documents]
         tokens, targets = (torch.cat(each).unsqueeze(0) for each in zip(*parts, strict=True))
-        bounds = torch.tensor([0] + [len(part[0]) for part in parts]).cumsum(0)
-        return HostBatch(tokens, targets, Samples(len(documents), None, bounds))
+        samples = packed_tokens([len(part[0]) for part in parts])
+        return HostBatch(tokens, targets, samples)
 
 
 class PaddedChats:
@@ -81,7 +81,7 @@ class PaddedChats:
         targets = padded([part[1] for part in parts], IGNORE)
         lengths = torch.tensor([len(part[0]) for part in parts])
         mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-        return HostBatch(tokens, targets, Samples(len(parts), None if mask.all() else mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 def next_tokens(chats: Documents, document: int) -> tuple[Tensor, Tensor]:

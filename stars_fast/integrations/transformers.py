@@ -24,13 +24,14 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_kind
 from stars_fast.base.seeds import derive
-from stars_fast.data.samples import Samples, draw_samples, drawn_number, sample_noise
+from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
+from stars_fast.tokens import Tokens
 from stars_fast.training.step.penalty import PenaltyConfig
 
 if TYPE_CHECKING:
@@ -204,18 +205,20 @@ class JacobianPenalty(_Trainer):
         if samples.packed:
             position_ids = None  # relative ones are all that matters, and the bounds give them
         elif position_ids is not None and len(position_ids) > 1:
-            position_ids = samples.of(position_ids)
-        h = samples.of(h)
-        numbers, mask, bounds = micro.numbers, samples.mask, samples.cu_seqlens
+            position_ids = samples.cut(position_ids)
+        h = samples.cut(h)
+        numbers = micro.numbers
+        tokens: Tokens = samples
         number = drawn_number(self.penalty.fraction, samples.count)
         if number < samples.count:
             chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
-            part = samples.take(chosen)
+            part = samples.subset(chosen)
             if position_ids is not None and len(position_ids) > 1 and not samples.packed:
-                position_ids = part.of(position_ids)
-            h, numbers = part.of(h), [numbers[i] for i in chosen]
-            mask, bounds = part.samples.mask, part.samples.cu_seqlens
-        v = sample_noise(h, Samples(len(numbers), mask, bounds), seed, micro.step, numbers)
+                position_ids = part.cut(position_ids)
+            h, numbers = part.cut(h), [numbers[i] for i in chosen]
+            tokens = part.tokens
+        v = sample_noise(h, tokens, seed, micro.step, numbers)
+        mask, bounds = tokens.real, tokens.cu_seqlens
         mask = None if mask is None else mask.to(h.device, non_blocking=True)
         block = looped_block(
             self.model,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import Tokens
 
 Turn = Callable[[Tensor], Tensor]
 """One turn of the shared block on the samples of a micro-batch, h [B, S, D] -> [B, S, D]; a `Dual`
@@ -30,7 +30,7 @@ class Loop(ABC, nn.Module):
         """Token ids [B, S] int64 -> h^(0) [B, S, D]."""
 
     @abstractmethod
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         """The turn for states of the shape, dtype and device of `h`, whose samples these are."""
 
     @abstractmethod

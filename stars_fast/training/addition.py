@@ -18,11 +18,11 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.addition import AdditionConfig, AdditionData, AdditionTokenizer
 from stars_fast.data.batches import HostBatch
-from stars_fast.data.samples import Samples
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families import family_named
 from stars_fast.models.families.looped_lm import FAMILY, LoopedSection
 from stars_fast.models.looped import LoopedLM
+from stars_fast.tokens import padded_tokens
 from stars_fast.training.config import EvalConfig, RunConfig, load_config
 from stars_fast.training.run.task import Results
 from stars_fast.training.scale.distributed import World
@@ -105,7 +105,7 @@ class Sums:
 
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch("train", torch.from_numpy(units))
-        return HostBatch(tokens, targets, Samples(len(units), None if mask.all() else mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 class Task:

@@ -183,10 +183,10 @@ def test_overrides_that_cannot_be(words, message):
     [
         (lambda m: m.pop("asks"), "asks is missing"),
         (lambda m: m.update(pannels="norm"), "unknown field pannels; did you mean panels"),
-        (lambda m: m.update(panels="law"), "panels must be a factor of all runs: law"),
-        (lambda m: m.update(findings=["finding 9"]), "findings must be of"),
+        (lambda m: m.update(panels="law"), "panels: expected a factor of all runs, got law"),
+        (lambda m: m.update(findings=["finding 9"]), "findings: expected names of"),
         (lambda m: m.pop("runs"), "runs is missing at scale quick"),
-        (lambda m: m["scales"].update(huge={}), "a scale must be one of"),
+        (lambda m: m["scales"].update(huge={}), "scales: expected names of"),
         (lambda m: m["runs"].append(m["runs"][0]), "two runs have one label"),
     ],
 )

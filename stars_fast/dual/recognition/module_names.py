@@ -48,6 +48,9 @@ class Names:
         finally:
             sys.setprofile(before)
             hook.remove()
+            # torch 2.13 forgets this one, and torch.compile would warn of a hook that is gone.
+            left = torch.nn.modules.module._global_forward_hooks_with_kwargs
+            left.pop(hook.id, None)
             self._calls.clear()
 
     def _unseen(self, *call: Any) -> None:

@@ -50,6 +50,11 @@ def _number(x: Any) -> float | None:
     return float(x) if type(x) in (int, float) else None
 
 
+def is_constant(number: float | None, constant: float) -> bool:
+    """Whether a number of the block's is a constant of a formula: to the last digit."""
+    return number == constant
+
+
 # -- casts
 
 
@@ -123,11 +128,11 @@ def follow_square(func: Any, args: tuple, kwargs: dict) -> Dual | None:
 def follow_power(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     x, exponent = _pair(args, kwargs)
     n = _number(exponent)
-    if n == 2:
+    if is_constant(n, 2):
         return _square(x, (func, args, kwargs))
-    if n == 3 and is_open(x) and _keeps_dtype(x):
+    if is_constant(n, 3) and is_open(x) and _keeps_dtype(x):
         return wait("cube", x, (func, args, kwargs))
-    inner = step_of(x, "mean + eps") if n == -0.5 else None
+    inner = step_of(x, "mean + eps") if is_constant(n, -0.5) else None
     return None if inner is None else _inverse_root(x, (func, args, kwargs))
 
 
@@ -162,7 +167,7 @@ def follow_sum(func: Any, args: tuple, kwargs: dict) -> Dual | None:
     if step := step_of(a, "mean"):
         return wait("mean + eps", a, called, value=(step.value, number)) if number > 0 else None
     if step := step_of(a, "tanh"):
-        return wait("1 + tanh", a, called, value=step.value) if number == 1 else None
+        return wait("1 + tanh", a, called, value=step.value) if is_constant(number, 1) else None
     return None
 
 
@@ -343,11 +348,11 @@ _SLOPE = math.sqrt(2 / math.pi)
 
 def _multiple(x: Dual, number: float, called: tuple[Any, tuple, dict]) -> Dual | None:
     """A part of the tanh GELU: half of x, or one of its two constants."""
-    if number == 0.5:
+    if is_constant(number, 0.5):
         return wait("x / 2", x, called) if is_open(x) else None
-    if number == 0.044715 and (cube := step_of(x, "cube")):
+    if is_constant(number, 0.044715) and (cube := step_of(x, "cube")):
         return wait("c x^3", x, called, value=cube.of)
-    if number == _SLOPE and (inner := step_of(x, "x + c x^3")):
+    if is_constant(number, _SLOPE) and (inner := step_of(x, "x + c x^3")):
         return wait("c (x + c x^3)", x, called, value=inner.value)
     return None
 

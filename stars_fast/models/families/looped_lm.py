@@ -16,11 +16,11 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import Samples
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.families import Family, checkpoint_config, section_of
 from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
 from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.tokens import Tokens
 
 TINY = "tiny"
 """The tokenizer that the package makes."""
@@ -49,7 +49,7 @@ class LoopedLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.prelude(tokens)
 
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         return self.model.block
 
     def logits(self, h: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import Samples
 from stars_fast.models.families import Family
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Turn, matrix_weights
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+from stars_fast.tokens import Tokens
 
 TINY = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
@@ -69,7 +69,7 @@ class OuroLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         model = self.model.model
         context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)

@@ -85,7 +85,7 @@ def _step_size(window: list[MicroBatch], world: World) -> _StepSize:
         ]
     )
     samples = window[0].step_samples
-    return _StepSize(samples, tokens, samples / window[0].pieces, supervised / places)
+    return _StepSize(samples, tokens, samples / window[0].step_micro_batches, supervised / places)
 
 
 def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> None:
@@ -236,7 +236,7 @@ class Trainer:
         if self.meter.peak is None:
             return 0.0
         turns = [
-            self.task.loop.turn_flops(batch.samples.lengths(batch.tokens.shape[1]))
+            self.task.loop.turn_flops(batch.samples.lengths)
             * step_cost(self.costs, turns, plan.step, self.outside)
             for turns, batch in zip(plan.turns, window, strict=True)
         ]

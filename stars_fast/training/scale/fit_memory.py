@@ -81,7 +81,7 @@ def measure(loop: Loop, batch: MicroBatch, config: RunConfig, dual: bool) -> Act
     samples = batch.samples
 
     def penalty(turn: Turn, h: Tensor) -> Tensor:
-        mask = None if samples.mask is None else samples.mask.to(h.device)
+        mask = None if samples.real is None else samples.real.to(h.device)
         return fused_jsrr(turn, h, mask=mask, cu_seqlens=samples.cu_seqlens)
 
     return measure_activations(

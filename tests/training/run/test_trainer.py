@@ -106,7 +106,7 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
         h = model.block(h)
     logits = model.head(model.coda(h)).flatten(0, 1)[batch.positions]
     token_loss = torch.nn.functional.cross_entropy(logits, batch.labels)
-    mask = batch.samples.mask
+    mask = batch.samples.real
     v = sample_noise(h, batch.samples, config.seed, 0, range(16))
     want = 0.7 * token_loss + 0.3 * fused_jsrr(model.block, h, v=v, mask=mask)
     torch.testing.assert_close(got, want)

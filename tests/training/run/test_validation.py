@@ -122,9 +122,9 @@ def test_the_mode_is_restored_after_a_failure(root):
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
-            self.root = root
+            self.root, self.config = root, root.config
 
-        def forward(self, *args):
+        def with_weights(self, *args):
             raise RuntimeError("out of memory")
 
     broken = Broken().train()

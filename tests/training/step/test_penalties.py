@@ -39,7 +39,14 @@ class SizeOfTurn(Penalty):
     def compute(self, micro, states):
         h, settings = states[-1], self.config.penalty
         turn, samples = micro.dual_turn(micro.turn), micro.batch.samples
-        return jacobian_estimate(turn, h, torch.linspace(-1, 1, h.shape[-1]).to(h).expand_as(h), samples, settings, return_output=True)
+        return jacobian_estimate(
+            turn,
+            h,
+            torch.linspace(-1, 1, h.shape[-1]).to(h).expand_as(h),
+            samples,
+            settings,
+            return_output=True,
+        )
 
     def cost(self):
         return 2.0

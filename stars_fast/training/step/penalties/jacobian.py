@@ -22,16 +22,14 @@ from torch import Tensor
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.samples import (
-    Part,
-    Samples,
     draw_samples,
     drawn_number,
     drawn_part,
-    join,
     sample_noise,
 )
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Turn
+from stars_fast.tokens import Subset, Tokens, put_together
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import Method, Penalty
 from stars_fast.training.step.penalty import PenaltyConfig
@@ -66,7 +64,7 @@ class _Jacobian(Penalty):
         number = settings.micro_batches(window)
         seed = derive(self.config.seed, "micro-batches", step)
         chosen = random.Random(seed).sample(range(window), number)
-        place = batch.index * window // batch.pieces
+        place = batch.index * window // batch.step_micro_batches
         return window / number if place in chosen else 0.0
 
     def as_drawn(self, samples: float) -> PenaltyConfig:
@@ -84,16 +82,16 @@ class _Jacobian(Penalty):
             "micro-batch a whole number is drawn, one at least"
         ]
 
-    def drawn(self, batch: MicroBatch, step: int) -> Part | None:
+    def drawn(self, batch: MicroBatch, step: int) -> Subset | None:
         """The samples of the micro-batch that go through the dual pass; None for all."""
         settings = self.config.penalty
         if settings.draw == "micro-batches":
             return None
-        number = drawn_number(settings.fraction, batch.step_samples / batch.pieces)
+        number = drawn_number(settings.fraction, batch.step_samples / batch.step_micro_batches)
         if settings.fraction == 1.0 or number >= batch.samples.count:
             return None
         chosen = draw_samples(batch.samples.count, number, self.config.seed, step, batch.index)
-        return batch.samples.take(chosen)
+        return batch.samples.subset(chosen)
 
     def direction(self, states: list[Tensor]) -> Tensor | None:
         """v [B, S, D] at the last of the `states`, cut off from the graph; None for a random one,
@@ -103,18 +101,18 @@ class _Jacobian(Penalty):
         return states[-1].detach() - states[-2].detach()
 
     def estimate(
-        self, micro: MicroStep, states: list[Tensor], part: Part | None, **options: Any
+        self, micro: MicroStep, states: list[Tensor], part: Subset | None, **options: Any
     ) -> Any:
         """`fused_jsrr` at the last of the `states`, of the whole batch or of a part of it."""
         settings = self.config.penalty
         h, v, turn = states[-1], self.direction(states), micro.turn
         if settings.detach:
             h = h.detach()
-        samples: Samples = micro.batch.samples
+        samples = micro.batch.samples
         chosen: Sequence[int] = range(samples.count)
         if part is not None:
-            samples, chosen = part.samples, part.chosen
-            h, v = part.of(h), None if v is None else part.of(v)
+            samples, chosen = part.tokens, part.chosen
+            h, v = part.cut(h), None if v is None else part.cut(v)
             turn = micro.loop.turn(h, samples)
         if v is None:
             numbers = [micro.batch.first + i for i in chosen]
@@ -140,10 +138,10 @@ class JacobianAtLast(_Jacobian):
         out, penalty = self.estimate(micro, states, part, return_output=True)
         if part is None:
             return out, penalty
-        others = samples.take(sorted(set(range(samples.count)) - set(part.chosen)))
-        h = others.of(states[-1])
-        h = micro.dual_turn(micro.loop.turn(h, others.samples))(h)
-        return join([(part, out), (others, h)], states[-1].shape), penalty
+        others = samples.subset(sorted(set(range(samples.count)) - set(part.chosen)))
+        h = others.cut(states[-1])
+        h = micro.dual_turn(micro.loop.turn(h, others.tokens))(h)
+        return put_together([(part, out), (others, h)], states[-1].shape), penalty
 
 
 def jacobian_penalty(config: RunConfig) -> Penalty:
@@ -152,13 +150,13 @@ def jacobian_penalty(config: RunConfig) -> Penalty:
 
 
 def jacobian_estimate(
-    turn: Turn, h: Tensor, v: Tensor, samples: Samples, settings: PenaltyConfig, **options: Any
+    turn: Turn, h: Tensor, v: Tensor, samples: Tokens, settings: PenaltyConfig, **options: Any
 ) -> Any:
     """`fused_jsrr` of a turn at h [B, S, D] in the direction v [B, S, D], as the settings say.
 
     `options` are passed on to `fused_jsrr`.
     """
-    mask = samples.mask
+    mask = samples.real
     return fused_jsrr(
         turn,
         h,

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from stars_fast.rows import Rows
+from stars_fast.ops.sample_norms import sample_norms
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import Method, Penalty
 
@@ -16,7 +16,7 @@ class L2Step(Penalty):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         samples = micro.batch.samples
-        return states[-1], adjacent_l2(states, samples.mask, samples.cu_seqlens)
+        return states[-1], adjacent_l2(states, samples.real, samples.cu_seqlens)
 
 
 def adjacent_l2(
@@ -28,8 +28,8 @@ def adjacent_l2(
     `cu_seqlens` [n + 1] bounds the documents of one row. Each sample counts alike, whatever its
     length.
     """
-    rows = Rows.of(states[0], mask, cu_seqlens)
-    steps = [rows.mean_square(after - before, "sample") for before, after in pairwise(states)]
+    samples = sample_norms(states[0], mask, cu_seqlens)
+    steps = [samples.mean_square(after - before, "sample") for before, after in pairwise(states)]
     return torch.stack(steps).mean()
 
 
