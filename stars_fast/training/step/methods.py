@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING
 
 from stars_fast.training.step import penalties
 from stars_fast.training.step.penalties.base import Method, NoPenalty, Penalty
-
-if TYPE_CHECKING:
-    from stars_fast.training.config import RunConfig
+from stars_fast.training.step.settings import StepSettings
 
 
 def _offered() -> dict[str, Method]:
@@ -23,7 +20,7 @@ def _offered() -> dict[str, Method]:
 METHODS = _offered()
 
 
-def penalty_of(config: RunConfig) -> Penalty:
+def penalty_of(config: StepSettings) -> Penalty:
     """The penalty that a run has, which with a weight of 0 is none."""
     return (
         METHODS[config.method].penalty(config) if config.penalty.weight > 0 else NoPenalty(config)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from stars_fast.data.batches import MicroBatch
 from stars_fast.models.loop import Loop, Turn
+from stars_fast.training.step.settings import StepSettings
 from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_turn, run_turns
-
-if TYPE_CHECKING:
-    from stars_fast.training.config import RunConfig
 
 
 def first_state(loop: Loop, batch: MicroBatch, precision: str) -> Tensor:
@@ -34,7 +30,7 @@ class MicroStep:
         self,
         loop: Loop,
         batch: MicroBatch,
-        config: RunConfig,
+        config: StepSettings,
         step: int,
         recompute: Recompute = KEEP_ALL,
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from torch import Tensor
 from stars_fast.data.batches import MicroBatch
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalty import PenaltyConfig
-
-if TYPE_CHECKING:
-    from stars_fast.training.config import RunConfig
+from stars_fast.training.step.settings import StepSettings
 
 
 class Penalty(ABC):
@@ -32,7 +30,7 @@ class Penalty(ABC):
     last_turns: ClassVar[int] = 0
     can_collapse: ClassVar[bool] = False
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: StepSettings) -> None:
         self.config = config
 
     @abstractmethod
@@ -77,7 +75,7 @@ class Method(NamedTuple):
     """
 
     fixed_depth: bool | None
-    penalty: Callable[[RunConfig], Penalty]
+    penalty: Callable[[StepSettings], Penalty]
     summary: str
 
     @property

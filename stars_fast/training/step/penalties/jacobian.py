@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -33,9 +33,7 @@ from stars_fast.tokens import Subset, Tokens, put_together
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import Method, Penalty
 from stars_fast.training.step.penalty import PenaltyConfig
-
-if TYPE_CHECKING:
-    from stars_fast.training.config import RunConfig
+from stars_fast.training.step.settings import StepSettings
 
 DUAL_TURN = 2.1
 """Cost of a turn that carries a tangent, over a plain one: twice the linear maps, three times
@@ -144,7 +142,7 @@ class JacobianAtLast(_Jacobian):
         return put_together([(part, out), (others, h)], states[-1].shape), penalty
 
 
-def jacobian_penalty(config: RunConfig) -> Penalty:
+def jacobian_penalty(config: StepSettings) -> Penalty:
     """The Jacobian penalty at the state that the settings say."""
     return JacobianAtLast(config) if config.penalty.at == "last" else JacobianAtNext(config)
 
