@@ -165,7 +165,6 @@ def our_rate(
         task = Task(config, world)
         trainer = Trainer(config, task, run, world)
         trainer._draw = lambda *_: None
-        run.open(config, 1)
         trainer.run()
         rows = read_metrics(run.metrics)
     done = [row["tokens"] for row in rows]

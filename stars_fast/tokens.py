@@ -120,7 +120,7 @@ class Tokens:
         if self.cu_seqlens is None:
             return None
         documents = torch.arange(self.count, device=self.device)
-        lengths = self.cu_seqlens.diff()
+        lengths = self.cu_seqlens.long().diff()
         return torch.repeat_interleave(documents, lengths, output_size=self.length)
 
     @cached_property
@@ -217,10 +217,10 @@ class Tokens:
         return self._each(lambda x: x.pin_memory())
 
     def take_rows(self, chosen: Tensor) -> Tokens:
-        """Some rows of the batch alone, which is not packed by `cu_seqlens`: [k] int64."""
-        return replace(
-            self._each(lambda x: x if len(x) == 1 < self.rows else x[chosen]), rows=len(chosen)
-        )
+        """Some rows of the batch alone: [k] int64."""
+        if self.rows == 1:
+            return self
+        return replace(self._each(lambda x: x if len(x) == 1 else x[chosen]), rows=len(chosen))
 
     def _each(self, change: Any) -> Tokens:
         names = ("real", "cu_seqlens", "position_ids", "restarts")
@@ -408,15 +408,17 @@ def check_bounds(cu_seqlens: Any, shape: torch.Size) -> None:
             on another device than the CPU are looked at there, and fail there.
     """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"cu_seqlens: expected a tensor, got {type(cu_seqlens).__name__}")
+        kind = type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: expected a tensor of integers, got {kind}")
     if cu_seqlens.is_floating_point() or cu_seqlens.dtype == torch.bool:
-        raise TypeError(f"cu_seqlens: expected a tensor of integers, got {cu_seqlens.dtype}")
+        raise TypeError(f"cu_seqlens: expected integers, got {cu_seqlens.dtype}")
     if len(shape) != 3 or shape[0] != 1:
         raise ValueError(f"h: expected shape [1, total, D] with cu_seqlens, got {list(shape)}")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens: expected shape [n + 1], got {list(cu_seqlens.shape)}")
+    bounds = cu_seqlens.long()  # unsigned ones never fall
     _require(
-        (cu_seqlens[0] == 0) & (cu_seqlens[-1] == shape[1]) & (cu_seqlens.diff() >= 0).all(),
+        (bounds[0] == 0) & (bounds[-1] == shape[1]) & (bounds.diff() >= 0).all(),
         f"cu_seqlens: expected bounds that rise from 0 to total = {shape[1]}",
         cu_seqlens,
     )

@@ -18,7 +18,7 @@ from studies.definition import (
     study_runs,
 )
 from studies.outcome import write_outcome
-from studies.runner import check_folders, note_of, record, status, train_runs
+from studies.runner import check_folders, note_of, run_entry, status, train_runs
 
 _EXAMPLES = """\
 examples:
@@ -88,7 +88,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def listing(names: Sequence[str], scale: str) -> str:
-    """What the studies ask, and their runs at a scale."""
+    """Questions of the studies, and their runs at a scale."""
     lines = []
     for name in names:
         study = read_study(name)
@@ -112,7 +112,7 @@ def _study(options: argparse.Namespace, overrides: list[str]) -> int:
         world.together(lambda: check_folders(runs) if world.first else None)
         stopped = train_runs(chosen, world)
         if world.first:
-            records = [record(run, world) for run in runs]
+            records = [run_entry(run, world) for run in runs]
             print("\n" + write_outcome(study, options.scale, out, records, overrides))
             print(f"written: study.json, table.md and, of finished runs, figure.png in {out}")
             if stopped:

@@ -1,4 +1,4 @@
-"""What a study is: YAML of the package, read into runs with a label and a configuration each.
+"""Definition of a study: YAML read into runs with a label and a configuration each.
 
     title, asks         one line each
     panels              the factor that the figure has one panel for each level of; none for one
@@ -29,7 +29,7 @@ OWN = ("seed", "out", "name")
 """Fields that the study sets for each run."""
 
 
-class Cell(NamedTuple):
+class StudyCell(NamedTuple):
     """One of the compared settings: the level of each factor, and the fields they stand for."""
 
     levels: dict[str, str]
@@ -46,7 +46,7 @@ class Scale:
 
     base: str
     settings: dict[str, Any]
-    cells: list[Cell]
+    cells: list[StudyCell]
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
     scales = {}
     for scale, part in mapping["scales"].items():
         if scale not in SCALES:
-            raise ConfigError(f"study {name}: a scale must be one of {SCALES}, got {scale!r}")
+            raise ConfigError(f"study {name}: scales: expected names of {SCALES}, got {scale!r}")
         _check_keys(f"{name}, {scale}", part, {"base"}, {"settings", "runs"})
         runs = part.get("runs", mapping.get("runs"))
         if not runs:
@@ -132,19 +132,21 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
     for finding in study.findings:
         if finding not in FINDINGS:
             raise ConfigError(
-                f"study {name}: findings must be of {', '.join(FINDINGS)}, got {finding!r}"
+                f"study {name}: findings: expected names of {', '.join(FINDINGS)}, got {finding!r}"
             )
     for scale, part in scales.items():
         if study.panels and not all(study.panels in cell.levels for cell in part.cells):
-            raise ConfigError(f"study {name}: panels must be a factor of all runs: {study.panels}")
+            raise ConfigError(
+                f"study {name}: panels: expected a factor of all runs, got {study.panels}"
+            )
         slugs = [_slug(label_of(cell.levels)) for cell in part.cells]
         if len(set(slugs)) < len(slugs):
             raise ConfigError(f"study {name}: two runs have one label at scale {scale}")
     return study
 
 
-def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[Cell]:
-    """What `runs` of a YAML stands for."""
+def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[StudyCell]:
+    """Cells of the products under `runs` in a YAML."""
     cells = []
     for factors in products:
         for levels in product(*factors.values()):
@@ -152,7 +154,7 @@ def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) ->
             fields: dict[str, Any] = {}
             for factor, level in named.items():
                 fields = tree.merge(fields, factors[factor][level])
-            cells.append(Cell(named, fields))
+            cells.append(StudyCell(named, fields))
     return cells
 
 

@@ -1,4 +1,4 @@
-"""What a trained run of a study comes to, by number of turns; kept in its folder until another
+"""Figures of a trained run of a study, by number of turns; kept in its folder until another
 checkpoint is there."""
 
 import json
@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stars_fast.analysis.report.summary import number
 from stars_fast.analysis.spectrum import settled_radius
-from stars_fast.analysis.summary import number
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.base.files import write_text
 from stars_fast.base.machine import describe
@@ -31,7 +31,7 @@ SAMPLES = 32
 """Unseen sums whose states are looked at."""
 
 
-def judge(folder: Path, device: torch.device) -> dict[str, Any]:
+def judge_run(folder: Path, device: torch.device) -> dict[str, Any]:
     """The figures of the run in `folder`, by number of turns as text.
 
     Of sums: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
@@ -93,7 +93,7 @@ def _judge_sums(source: ModelSource, device: torch.device) -> dict[str, Any]:
 
 @torch.no_grad()
 def _states(loop: Loop, batch: MicroBatch) -> dict[str, dict[int, float | None]]:
-    """What `judge` says of the states, by turn."""
+    """Figures of the states, by turn, as `judge_run` says."""
     radii: dict[str, dict[int, float | None]] = {
         "radius": dict.fromkeys(RADIUS_TURNS),
         "contracting": dict.fromkeys(RADIUS_TURNS, 0.0),

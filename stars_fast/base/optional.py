@@ -10,13 +10,13 @@ _PACKAGES = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
 """Names on the package index, where they are not those of the modules."""
 
 _EXTRAS = {
+    "jinja2": "train",
     "matplotlib": "train",
     "safetensors": "train",
     "tqdm": "train",
     "yaml": "train",
     "accelerate": "ouro",
     "datasets": "ouro",
-    "jinja2": "ouro",
     "tokenizers": "ouro",
     "transformers": "ouro",
     "lm_eval": "eval",

@@ -79,7 +79,7 @@ def _tolerance(text: str) -> float:
 
 def _analyze(options: argparse.Namespace) -> int:
     from stars_fast.analysis.measure import Plan, measure
-    from stars_fast.analysis.report import write_report
+    from stars_fast.analysis.report.writing import write_report
     from stars_fast.analysis.subjects import Request, find_subject
     from stars_fast.base.optional import need
     from stars_fast.evaluation.loading import device_for, make_folder

@@ -48,9 +48,8 @@ def run_addition(
     for run, source in sources.items():
         if not data_of(source)[0].exact_match:
             raise ConfigError(
-                f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on sums: "
-                "it is evaluated with "
-                "--tasks or --text"
+                f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on "
+                "sums: it is evaluated with --tasks or --text"
             )
     accuracy: dict[str, Curve] = {}
     adaptive: dict[str, Curves] = {}

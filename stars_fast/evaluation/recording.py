@@ -1,4 +1,9 @@
-"""Generations that are kept as they are made, so that none is made twice."""
+"""Generations that are kept as they are made, so that none is made twice.
+
+lm-eval's own cache keeps a response by its request, and its sample log is written at the end of a
+task: neither holds what was measured beside a response (its tokens, whether the cap cut it, the
+turns it took), which the report of a sweep that goes on needs too.
+"""
 
 from __future__ import annotations
 

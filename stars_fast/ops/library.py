@@ -3,7 +3,7 @@
     torch     plain PyTorch: any device, any dtype
     cpp       C++ of `csrc/` on the CPU: fp32, bf16, fp64
     triton    Triton on CUDA: fp32, fp16, bf16 (on the CPU in Triton's interpreter)
-    cuda      CUDA C++ of `csrc/`: fp32, fp16, bf16
+    cuda      CUDA C++ of `csrc/`, the norms: fp32, fp16, bf16
 
 Each op is defined through torch.library once for every compiled backend, as the overload of that
 name: `torch.ops.stars_fast.norm.cpp`, `.triton`, `.cuda`. These raw ops have no derivative: the

@@ -215,9 +215,9 @@ class RunConfig:
             self.out = str(Path("runs") / self.name)
 
     @property
-    def penalised(self) -> str | None:
-        """The kind of penalty, "jacobian" or "l2"; None without one."""
-        return METHODS[self.method].penalty if self.penalty.weight > 0 else None
+    def penalised(self) -> bool:
+        """Whether the run has a penalty."""
+        return METHODS[self.method].penalised and self.penalty.weight > 0
 
     @property
     def trained_turns(self) -> int | tuple[int, int]:

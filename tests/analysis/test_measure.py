@@ -12,9 +12,9 @@ from looped_maps import MapLoop, rotation, subject
 
 from stars_fast.analysis.jacobian import spectrum
 from stars_fast.analysis.measure import Plan, measure
-from stars_fast.analysis.summary import cycle_periods, kinds, median, quartiles, summarise
+from stars_fast.analysis.report.summary import cycle_periods, kinds, median, quartiles, summarise
+from stars_fast.analysis.report.words import verdict
 from stars_fast.analysis.trajectory import trajectory
-from stars_fast.analysis.verdict import verdict
 
 PLAN = Plan(turns=40, jacobian_at=(2, 10, 40), probes=4)
 TOL = 1e-3

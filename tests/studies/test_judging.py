@@ -16,7 +16,7 @@ from stars_fast.data.kinds.sums import Sums
 from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from studies import judging
-from studies.judging import judge
+from studies.judging import judge_run
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def folder(tmp_path):
 
 
 def test_losses_that_are_not_finite_are_none(folder):
-    found = judge(folder, torch.device("cpu"))
+    found = judge_run(folder, torch.device("cpu"))
     assert found["validation_loss"] == {"1": 0.5, "2": None, "4": None}
     assert found["seconds"] == 2.0
     assert "step" not in found
@@ -43,12 +43,12 @@ def test_losses_that_are_not_finite_are_none(folder):
 
 def test_a_run_is_judged_anew_if_it_was_asked_otherwise(folder, monkeypatch):
     kept = folder / "judged.json"
-    judge(folder, torch.device("cpu"))
+    judge_run(folder, torch.device("cpu"))
     for lacking in ("radius_turns", "tolerance", None):
         before = json.loads(kept.read_text()) | {"validation_loss": "before"}
         before["asked"].pop(lacking, None)
         kept.write_text(json.dumps(before))
-        found = judge(folder, torch.device("cpu"))
+        found = judge_run(folder, torch.device("cpu"))
         assert (found["validation_loss"] == "before") is (lacking is None)
 
 

@@ -20,7 +20,8 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.families import Family, checkpoint_config, section_of
 from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
-from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.models.looped import LoopedLM
+from stars_fast.models.looped_config import LoopedConfig
 from stars_fast.tokens import Tokens
 
 TINY = "tiny"

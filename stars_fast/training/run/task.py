@@ -18,7 +18,7 @@ from stars_fast.models.families import family_named
 from stars_fast.training.run.eval_config import SumsEvalConfig, TextEvalConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.precision import autocast, parameter_dtype
-from stars_fast.training.step.step import root_of
+from stars_fast.training.step.train_step import root_of
 
 if TYPE_CHECKING:
     from stars_fast.training.config import RunConfig

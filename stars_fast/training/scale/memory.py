@@ -32,8 +32,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stars_fast.base.checks import check_number
 from stars_fast.dual.tensor import Dual
+from stars_fast.models.loop import Turn
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.turns import KEEP_ALL, Block, Layered, Recompute, recomputed
+from stars_fast.training.step.turns import KEEP_ALL, Recompute, TurnByLayer, recomputed
 
 GIB = 1024**3
 
@@ -183,10 +184,10 @@ def choose(
 def measure_activations(
     model: nn.Module,
     prelude: Callable[[], Tensor],
-    block: Block,
+    block: Turn,
     loss: Callable[[Tensor], Any],
-    penalty: Callable[[Block, Tensor], Any] | None = None,
-    layered: Layered | None = None,
+    penalty: Callable[[Turn, Tensor], Any] | None = None,
+    layered: TurnByLayer | None = None,
 ) -> Activations:
     """Bytes that each part of a step keeps for the backward, measured on one micro-batch.
 
@@ -330,7 +331,7 @@ class _Kept:
             self._bytes += storage.nbytes()
 
 
-def _layers(model: nn.Module, layered: Layered, use: Callable[[Block], Any]) -> tuple[int, int]:
+def _layers(model: nn.Module, layered: TurnByLayer, use: Callable[[Turn], Any]) -> tuple[int, int]:
     """What the biggest layer of a block keeps, and what the block keeps with its layers recomputed;
     `use` runs a block."""
     biggest = 0

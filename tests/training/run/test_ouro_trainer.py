@@ -22,7 +22,7 @@ from stars_fast.training.run.progress import Progress
 from stars_fast.training.run.task import Task
 from stars_fast.training.run.trainer import train
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.step import StepStats
+from stars_fast.training.step.train_step import StepStats
 
 SMALL = {"path": "tiny", "width": 16, "layers": 1}
 

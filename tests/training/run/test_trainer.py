@@ -15,7 +15,7 @@ from stars_fast.models.saved import find_model, load_model
 from stars_fast.training.run import interrupt, trainer
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import TrainingFailure, train
-from stars_fast.training.step import step
+from stars_fast.training.step import train_step as step
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     (batch,) = Batches(Sums(AdditionData(config.data)), config.seed, 16).window(0)
     plan = step.plan_step(config, 0)
     loss = step.StepLoss(LoopedLoop(model), config)
-    got, _ = loss(step.StepLoss.share, batch, plan, 3, len(batch.labels))
+    got, _ = loss(batch, plan, 3, len(batch.labels))
     got_gradient = torch.autograd.grad(got, list(model.parameters()))
 
     h = model.prelude(batch.tokens)

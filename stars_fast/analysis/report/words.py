@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from stars_fast.analysis.measure import Measured
-from stars_fast.analysis.summary import Summary, cycle_periods, kinds, median
+from stars_fast.analysis.report.summary import Summary, cycle_periods, kinds, median
 from stars_fast.analysis.trajectory import Trajectory, overflow_turns
 
 EDGE = 0.02
