@@ -18,7 +18,7 @@ from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.tokens import Tokens
 from stars_fast.training.config import config_from
 from stars_fast.training.step.precision import autocast
-from stars_fast.training.step.step import Plan, StepLoss
+from stars_fast.training.step.train_step import StepLoss, StepPlan
 
 CHECKED_TURNS = 2
 GRADIENT = ", gradient"
@@ -104,8 +104,8 @@ def _trainers_loss(model: Any, batch: MicroBatch, precision: str) -> Tensor:
         {"task": "ouro", "method": "sft", "precision": precision, "depth": depth}
         | {"data": {"source": "random"}}
     )
-    plan = Plan(step=0, turns=[CHECKED_TURNS], weight=0.0, lr=0.0)
-    return StepLoss(OuroLoop(model), config).share(batch, plan, CHECKED_TURNS, 1)[0]
+    plan = StepPlan(step=0, turns=[CHECKED_TURNS], weight=0.0, lr=0.0)
+    return StepLoss(OuroLoop(model), config)(batch, plan, CHECKED_TURNS, 1)[0]
 
 
 def _gradient(loss: Tensor, model: Any) -> Tensor:

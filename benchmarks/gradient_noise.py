@@ -36,12 +36,13 @@ from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch
 from stars_fast.data.samples import drawn_part
-from stars_fast.training.config import load_config, task_of
+from stars_fast.training.config import load_config
+from stars_fast.training.run.task import Task
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next
+from stars_fast.training.step.micro_step import MicroStep
+from stars_fast.training.step.penalties.jacobian import jacobian_penalty
 from stars_fast.training.step.penalty import PenaltyConfig
-from stars_fast.training.step.step import StepLoss
-from stars_fast.training.step.turns import KEEP_ALL, run_turns
+from stars_fast.training.step.turns import run_turns
 
 NOISE_COLUMNS = {
     "cost": ("cost", ".3f"),
@@ -61,13 +62,11 @@ class Trained:
 
     def __init__(self, run: str, turns: int) -> None:
         self.config = load_config(run, ["--precision", "float32"])
-        task = task_of({"task": self.config.task}).Task(
-            self.config, World(0, 1, torch.device("cpu"))
-        )
+        task = Task(self.config, World(0, 1, torch.device("cpu")))
         load_weights(RunFolder(run).checkpoint(), task.loop.model)
         self.loop, self.turns = task.loop, turns
         self.loop.model.eval()
-        self.source = task.source
+        self.source = task.data.source
         self.parameters = [p for p in self.loop.model.parameters() if p.requires_grad]
         self.batch = self.batch_at(0)
 
@@ -76,9 +75,8 @@ class Trained:
         return Batches(self.source, self.config.seed, size).window(step)[0]
 
     def states(self, batch: MicroBatch, turns: int) -> tuple[Any, list[Tensor]]:
-        h = StepLoss(self.loop, self.config).start(batch)
-        turn = self.loop.turn(h, batch.samples)
-        return turn, run_turns(turn, h, turns)
+        micro = MicroStep(self.loop, batch, self.config, 0)
+        return micro.turn, run_turns(micro.turn, micro.first, turns)
 
     def token(self, step: int) -> Tensor:
         """The gradient of the token loss of one batch."""
@@ -91,14 +89,12 @@ class Trained:
         at = "last" if kind == "last" else "next"
         changed = PenaltyConfig(fraction=fraction, at=at, detach=kind == "exact")
         config = replace(self.config, penalty=changed)
-        turn, states = self.states(self.batch, self.turns - (at == "last"))
+        penalty = jacobian_penalty(config)
+        _, states = self.states(self.batch, self.turns - penalty.last_turns)
         losses = []
         for probe in range(probes):
-            number = draw * probes + probe
-            arguments = self.loop, turn, states, self.batch, config, number, KEEP_ALL
-            losses.append(
-                penalty_at_next(*arguments) if at == "next" else penalty_at_last(*arguments)[1]
-            )
+            micro = MicroStep(self.loop, self.batch, config, draw * probes + probe)
+            losses.append(penalty.compute(micro, states)[1])
         return self._gradient(torch.stack(losses).mean())
 
     def r4(self) -> list[float]:

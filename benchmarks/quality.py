@@ -23,13 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from stars_fast import spectral_radius
 from stars_fast.base.plots import accuracy_and_radius
-from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.training.addition import load_model
+from stars_fast.evaluation.run_data import open_data
+from stars_fast.models.saved import find_model, load_model
 from stars_fast.training.config import load_config, save_config
 from stars_fast.training.run.trainer import train
 
@@ -97,10 +98,11 @@ def judge(folder: Path, last: int) -> dict[str, Any]:
     steps = steps[-last:]
     accuracies, radii = [], []
     for step in steps:
-        model, config = load_model(folder, step)
-        data = AdditionData(config.data)
-        accuracies.append(evaluate(model, data, JUDGED_TURNS))
-        radii.append(spectra(model.eval(), data.batch("test", torch.arange(32)).tokens))
+        source = find_model(folder, step)
+        loop, sums = source.family.loop(load_model(source)), open_data(source).held_out
+        assert sums is not None
+        accuracies.append(evaluate(loop, sums, JUDGED_TURNS))
+        radii.append(spectra(loop.model, sums.batch(np.arange(32)).tokens))
     return {
         "checkpoints": steps,
         "accuracy": {t: statistics.fmean(a[t] for a in accuracies) for t in JUDGED_TURNS},

@@ -30,7 +30,7 @@ class StepCase:
 
     @property
     def penalised(self) -> bool:
-        return METHODS[self.method].penalty is not None
+        return METHODS[self.method].penalised
 
 
 PAPER = {"sft": 1.0, "random-loop": 1.4976, "jsrr": 1.5317, "stars": 2.0439}

@@ -31,9 +31,9 @@ from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.config import RunConfig, config_from
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.fit_memory import fit_memory
-from stars_fast.training.step.jacobian import drawn, penalty_factor
 from stars_fast.training.step.optim import make_optimizer
-from stars_fast.training.step.step import StepLoss, plan_step, train_step
+from stars_fast.training.step.penalties.jacobian import jacobian_penalty
+from stars_fast.training.step.train_step import StepLoss, plan_step, train_step
 
 
 class Bench:
@@ -132,9 +132,10 @@ class Bench:
 
 def _penalised(case: StepCase, batch: MicroBatch, config: RunConfig, step: int) -> set[int]:
     """Which documents of a micro-batch have the penalty in a step."""
-    if not case.penalised or penalty_factor(batch, config, step) == 0:
+    penalty = jacobian_penalty(config)
+    if not case.penalised or penalty.factor(batch, step) == 0:
         return set()
-    part = None if case.published else drawn(batch, config, step)
+    part = None if case.published else penalty.drawn(batch, step)
     return set(range(batch.samples.count)) if part is None else set(part.chosen)
 
 

@@ -27,12 +27,12 @@ from torch import Tensor
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import HostBatch
+from stars_fast.data.kinds import OpenData
 from stars_fast.models.ouro.losses import next_tokens
 from stars_fast.tokens import packed_tokens, padded_tokens
-from stars_fast.training import ouro
 from stars_fast.training.config import config_from
-from stars_fast.training.run.folder import open_run
 from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.task import Task
 from stars_fast.training.run.trainer import Trainer
 from stars_fast.training.scale.distributed import processes
 
@@ -142,10 +142,9 @@ def our_rate(
 
     steps, warmup, accumulation = size
 
-    class Task(ouro.Task):
-        def _data(self):
-            self.info = "given micro-batches"
-            return Given(micros, packing), None
+    class GivenTask(Task):
+        def _open(self):
+            return OpenData(Given(micros, packing), None, "samples")
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as world:
         config = config_from(
@@ -164,10 +163,9 @@ def our_rate(
             }
         )  # fmt: skip
         run = RunFolder(config.out)
-        task = Task(config, world)
+        task = GivenTask(config, world)
         trainer = Trainer(config, task, run, world)
         trainer._draw = lambda *_: None
-        open_run(run, config, 1)
         trainer.run()
         rows = read_metrics(run.metrics)
     done = [row["tokens"] for row in rows]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from stars_fast.base import tree
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
-from stars_fast.training.config import RunConfig, config_from, parse_overrides, task_of
+from stars_fast.training.config import RunConfig, config_from, parse_overrides
 from stars_fast.training.recipes import read_recipe
 from studies.findings import FINDINGS
 
@@ -190,7 +190,7 @@ def study_runs(
     """
     part = study.scales[scale]
     base = read_recipe(part.base)
-    everywhere = parse_overrides(words, task_of(base).Config)
+    everywhere = parse_overrides(words, base)
     varied = {path for cell in part.cells for path in tree.flatten(cell.fields)}
     for path in tree.flatten(everywhere):
         if path in OWN:

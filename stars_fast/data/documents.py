@@ -1,5 +1,6 @@
-"""Tokenised chats as batches: packed one after the other, or padded to the longest."""
+"""Tokenised documents as batches: packed one after the other, or padded to the longest."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,6 +25,27 @@ class Documents(Protocol):
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def fingerprint(self) -> int: ...
+
+
+class TokenDocuments:
+    """Documents in memory: pairs of tokens [S] and, for each token, whether it is to be predicted,
+    [S] bool."""
+
+    def __init__(self, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.documents = documents
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens, _ in self.documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.documents[index]
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(b"".join(tokens.tobytes() for tokens, _ in self.documents))
 
 
 class PackedChats:

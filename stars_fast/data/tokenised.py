@@ -334,7 +334,7 @@ def _key(config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int
     content = json.loads(encoder.tokenizer.backend_tokenizer.to_str())
     content |= {"truncation": None, "padding": None}  # set by calls, without effect on ours
     # Without the fields that leave the files as they are; the source's identity stands for it.
-    without = ("source", "packing", "row_length", "workers", "cache")
+    without = ("source", "kind", "packing", "row_length", "workers", "cache")
     settings = {name: value for name, value in asdict(config).items() if name not in without}
     parts = [
         FORMAT,

@@ -27,12 +27,14 @@ from stars_fast.base.seeds import derive
 from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
-from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import Tokens
+from stars_fast.training.step.penalties.jacobian import jacobian_estimate
 from stars_fast.training.step.penalty import PenaltyConfig
+
+__all__ = ["DepthLaw", "JacobianPenalty", "PenaltyConfig"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -218,25 +220,15 @@ class JacobianPenalty(_Trainer):
             h, numbers = part.cut(h), [numbers[i] for i in chosen]
             tokens = part.tokens
         v = sample_noise(h, tokens, seed, micro.step, numbers)
-        mask, bounds = tokens.real, tokens.cu_seqlens
-        mask = None if mask is None else mask.to(h.device, non_blocking=True)
+        mask = tokens.real
         block = looped_block(
             self.model,
-            attention_mask=mask,
+            attention_mask=None if mask is None else mask.to(h.device, non_blocking=True),
             position_ids=position_ids,
-            cu_seqlens=bounds,
+            cu_seqlens=tokens.cu_seqlens,
         )
         with self.accelerator.autocast():
-            return fused_jsrr(
-                block,
-                h,
-                v=v,
-                mask=mask,
-                cu_seqlens=bounds,
-                power_steps=self.penalty.power_steps,
-                normalize=self.penalty.normalize,
-                detach=self.penalty.detach,
-            )
+            return jacobian_estimate(block, h, v, tokens, self.penalty)
 
     def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the Trainer divides the loss by the number of micro-batches afterwards."""

@@ -44,6 +44,11 @@ class Loop(ABC, nn.Module):
 
     @property
     @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of token ids, V."""
+
+    @property
+    @abstractmethod
     def layers(self) -> list[nn.Module]:
         """The layers of the shared block, to be sharded one by one."""
 

@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stars_fast.base import tree
+from stars_fast.base.choices import merge_settings
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
 from stars_fast.base.optional import need
@@ -28,7 +28,7 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     base = str(Path(recipe).parent / base) if beside else base
     inherited = read_recipe(base, (*seen, recipe))
     inherited.pop("name", None)
-    return tree.merge(inherited, mapping)
+    return merge_settings(inherited, mapping)
 
 
 def recipe_names() -> list[str]:

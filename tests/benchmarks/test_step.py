@@ -13,7 +13,7 @@ from benchmarks.step_cases import STEP_CASES, StepCase
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.workload import LAW, MICROS, balanced_depths
 from stars_fast.models.depth import DepthLaw
-from stars_fast.training.step.jacobian import penalty_factor
+from stars_fast.training.step.methods import penalty_of
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +214,7 @@ def test_a_batch_that_is_a_whole_step_counts_or_not(bench):
     """Whatever the accumulation says."""
     batch = replace(bench.windows[1][0], step_micro_batches=1, index=0)
     factors = {
-        name: {penalty_factor(batch, bench.config(STEP_CASES[name]), step) for step in range(40)}
+        name: {penalty_of(bench.config(STEP_CASES[name])).factor(batch, step) for step in range(40)}
         for name in ("jsrr", "jsrr-quarter", "jsrr-quarter-micro")
     }
     assert factors == {"jsrr": {1.0}, "jsrr-quarter": {1.0}, "jsrr-quarter-micro": {0.0, 4.0}}

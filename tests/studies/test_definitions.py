@@ -145,7 +145,7 @@ def test_lambdas_and_methods_are_the_papers():
 
 def test_l2_without_is_the_same_run_without_a_penalty():
     runs = runs_of("l2")
-    assert [run.config.penalised for run in runs] == [None, "l2"] * 4
+    assert [run.config.penalised and run.config.method for run in runs] == [False, "l2"] * 4
     assert [run.config.depth.law for run in runs] == [
         "fixed",
         "fixed",

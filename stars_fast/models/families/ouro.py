@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -83,6 +84,10 @@ class OuroLoop(Loop):
         return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
 
     @property
+    def vocabulary(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
     def layers(self) -> list[nn.Module]:
         return list(self.model.model.layers)
 
@@ -104,6 +109,12 @@ class OuroFamily(Family):
     section = OuroSection
     packs = True
     causal_lm = True
+
+    def describe(self, section: OuroSection) -> str:
+        return f"Ouro ({section.path})"
+
+    def turns_of(self, config: Mapping[str, Any]) -> int | None:
+        return int(config.get("total_ut_steps", 4))
 
     def start(self, section: OuroSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
         need("transformers", "Ouro models")

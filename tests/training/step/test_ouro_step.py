@@ -19,10 +19,10 @@ from ouro_runs import ouro_run
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats, PaddedChats, next_tokens
-from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.ouro import load
-from stars_fast.training.step import jacobian
-from stars_fast.training.step.step import Plan, StepLoss
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
+from stars_fast.training.step.micro_step import first_state
+from stars_fast.training.step.penalties import jacobian
+from stars_fast.training.step.train_step import StepLoss, StepPlan
 
 LENGTHS = [7, 12, 3, 9]
 TURNS = 3
@@ -65,7 +65,8 @@ def order_of(batch, chats):
 def trained(tmp_path_factory):
     """trained(dtype, **changes): a StepLoss of a tiny Ouro."""
     folder = tmp_path_factory.mktemp("model")
-    model, _ = load(ouro_run(folder / "run", folder))
+    config = ouro_run(folder / "run", folder)
+    model, _ = FAMILY.start(config.model, torch.float32, config.seed)
 
     def make(dtype=torch.float64, **changes):
         config = ouro_run(folder / "run", folder, **changes)
@@ -76,14 +77,14 @@ def trained(tmp_path_factory):
 
 def share(step_loss, batch, weight=0.0, step=0):
     """Loss and its parts of a micro-batch that is the whole window, and the gradient."""
-    plan = Plan(step, [TURNS], weight, 0.0)
-    loss, parts = step_loss(StepLoss.share, batch, plan, TURNS, len(batch.labels))
+    plan = StepPlan(step, [TURNS], weight, 0.0)
+    loss, parts = step_loss(batch, plan, TURNS, len(batch.labels))
     parameters = [p for p in step_loss.parameters() if p.requires_grad]
     return loss, parts, torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
 
 def states(step_loss, batch, turns=TURNS):
-    h = step_loss.start(batch)
+    h = first_state(step_loss.loop, batch, step_loss.config.precision)
     turn = step_loss.loop.turn(h, batch.samples)
     for _ in range(turns):
         h = turn(h)
@@ -267,8 +268,8 @@ def test_without_a_step_to_take_the_direction_is_random(trained, at):
     for direction in ("random", "step"):
         penalty = {"at": at, "detach": at == "next", "direction": direction}
         step_loss = trained(method="jsrr", penalty=penalty)
-        plan = Plan(0, [1], 0.3, 0.0)
-        found[direction], _ = step_loss(StepLoss.share, batch, plan, 1, len(batch.labels))
+        plan = StepPlan(0, [1], 0.3, 0.0)
+        found[direction], _ = step_loss(batch, plan, 1, len(batch.labels))
     assert (found["random"] == found["step"]) == (at == "last")
 
 
@@ -283,7 +284,7 @@ def test_some_micro_batches_stand_for_all(trained, at):
     quarter = trained(method="jsrr", penalty={**penalty, **some}, train=train)
     for rank in (0, 1):  # of two: the micro-batches of a window are the same on both
         batch = replace(batch_of(True), step_micro_batches=8, index=2 * 2 + rank)
-        factors = [jacobian.penalty_factor(batch, quarter.config, step) for step in range(400)]
+        factors = [quarter.penalty.factor(batch, step) for step in range(400)]
         assert set(factors) == {0.0, 4.0}
         assert 70 < factors.count(4.0) < 130  # 100 are expected, with a deviation of 9
         drawn, left = factors.index(4.0), factors.index(0.0)
@@ -297,19 +298,19 @@ def test_some_micro_batches_stand_for_all(trained, at):
         assert relative_error(gradient, 0.7 * token_gradient) < 1e-9
     places = [replace(batch_of(True), step_micro_batches=8, index=2 * place) for place in range(4)]
     for step in range(20):  # one of a window
-        factors = [jacobian.penalty_factor(b, quarter.config, step) for b in places]
+        factors = [quarter.penalty.factor(b, step) for b in places]
         assert sorted(factors) == [0.0, 0.0, 0.0, 4.0]
 
 
 def test_as_many_samples_are_drawn_in_each_micro_batch(trained):
     """Whatever number of documents it holds, unless it holds fewer."""
-    config = trained(method="jsrr", penalty={"fraction": 0.25}).config
+    penalty = trained(method="jsrr", penalty={"fraction": 0.25}).penalty
     drawn = []
     for count in (1, 2, 3, 4):
         whole = batch_of(True)
         part = whole.samples.subset(range(count))
         batch = replace(whole, samples=part.tokens, step_samples=24, step_micro_batches=3)
-        drawn.append(jacobian.drawn(batch, config, 0))
+        drawn.append(penalty.drawn(batch, 0))
     assert drawn[:2] == [None, None]  # all that there are
     assert [part.tokens.count for part in drawn[2:]] == [2, 2]
 
@@ -320,8 +321,8 @@ def test_a_window_without_targets_has_a_loss_of_zero(trained):
     none = batch.__class__(
         batch.tokens, batch.positions[:0], batch.labels[:0], batch.samples, 0, 4, 1, 0, 31
     )
-    plan = Plan(0, [TURNS], 0.0, 0.0)
-    loss, _ = step_loss(StepLoss.share, none, plan, TURNS, 1)
+    plan = StepPlan(0, [TURNS], 0.0, 0.0)
+    loss, _ = step_loss(none, plan, TURNS, 1)
     loss.backward()
     assert float(loss) == 0.0
     assert all(not p.grad.any() for p in step_loss.parameters() if p.grad is not None)
