@@ -37,7 +37,7 @@ class Source(NamedTuple):
     identity: list[Any]
     """Plain values, equal for equal rows. Of files: their paths, sizes and times of change."""
     load: Callable[[], Dataset]
-    """Raises ValueError that names `data.source` for rows that can't be loaded."""
+    """Raise ValueError that names `data.source` for rows that can't be loaded."""
 
 
 def find_source(config: ChatDataConfig, seed: int) -> Source:

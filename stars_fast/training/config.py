@@ -119,7 +119,8 @@ class LoopConfig:
     def on(self, processes: int) -> "LoopConfig":
         """The same with the accumulation for so many processes.
 
-        Raises ValueError if batch_size does not divide evenly, or accumulation says otherwise.
+        Raises:
+            ValueError: batch_size does not divide evenly, or accumulation says otherwise.
         """
         size, what = self.accumulation, "accumulation"
         if self.micro_batch_size is not None:

@@ -47,9 +47,12 @@ class Outcome(NamedTuple):
 def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
-    With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a
-    folder that is not there yet begins. Raises ConfigError for a configuration or folder that
-    cannot be used, TrainingFailure for a run that cannot recover.
+    With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a folder
+    that is not there yet begins.
+
+    Raises:
+        ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
+            cannot recover.
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
@@ -89,9 +92,10 @@ def _step_size(window: list[MicroBatch], world: World) -> _StepSize:
 
 
 def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> None:
-    """What can be told to be wrong before data and model are loaded, which takes time.
+    """Refuse all that can be told to be wrong before data and model are loaded, which takes time.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: the settings can't be used.
     """
     refusal = reason_to_refuse(folder, config, resume) if world.first else None
     if refusal:
@@ -335,7 +339,7 @@ class Trainer:
         return MetricsLog(self.folder.metrics, self.step, trackers)
 
     def _warnings(self) -> list[str]:
-        """What a user should know before the run."""
+        """Warnings that a user should have before the run."""
         config = self.config
         notes = []
         if self.processes != self.world.size:

@@ -71,7 +71,7 @@ def fit_memory(
 
 
 def measure(loop: Loop, batch: MicroBatch, config: RunConfig, dual: bool) -> Activations:
-    """What the micro-batch keeps for the backward pass; with `dual` that of a dual turn too.
+    """Bytes that the micro-batch keeps for the backward pass; with `dual` of a dual turn too.
 
     A dual pass on a part of the samples may now and then be that of the whole micro-batch, which is
     what is measured.

@@ -99,7 +99,7 @@ class Activations(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is recomputed, and the bytes of activations at the peak; budget: None if not known."""
+    """A choice of what is recomputed, and its bytes of activations at the peak."""
 
     recompute: Recompute
     peak: int
@@ -128,7 +128,9 @@ def peak(activations: Activations, recompute: Recompute, turns: int, penalised: 
     """Bytes of activations at the worst moment of a step of `turns` turns in the graph.
 
     `penalised` says whether the step has a dual turn. The docstring of this file derives it.
-    Raises ValueError for a choice by layers that are not known.
+
+    Raises:
+        ValueError: a choice by layers that are not known.
     """
     a, r = activations, min(recompute.turns, turns)
     by_layer = recompute.per == "layer"
@@ -152,13 +154,14 @@ def choose(
     turns: int,
     penalised: bool = True,
 ) -> Choice:
-    """What to recompute in a step of `turns` turns in the graph; arithmetic alone.
+    """Choose what to recompute in a step of `turns` turns in the graph; arithmetic alone.
 
     Under "auto" the choice is the one that costs the least time of those that fit in `budget`
     bytes, of equals the smallest; where none fits the smallest of all. So less budget never keeps
     more. `budget` None stands for no limit.
 
-    Raises ValueError for recompute "layer" where the layers are not known.
+    Raises:
+        ValueError: recompute "layer" where the layers are not known.
     """
     layers = activations.turn_by_layer is not None
     dual = penalised and activations.dual > 0
@@ -332,7 +335,7 @@ class _Kept:
 
 
 def _layers(model: nn.Module, layered: TurnByLayer, use: Callable[[Turn], Any]) -> tuple[int, int]:
-    """What the biggest layer of a block keeps, and what the block keeps with its layers recomputed;
+    """Bytes kept by the biggest layer of a block, and by the block with its layers recomputed;
     `use` runs a block."""
     biggest = 0
 
@@ -364,7 +367,7 @@ def _known(size: int | None) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of this process's part of a tensor."""
+    """Bytes of this process's part of a tensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.numel() * local.element_size()
 

@@ -15,7 +15,8 @@ PRECISIONS = ("mixed", "float32", "bfloat16")
 def parameter_dtype(precision: str) -> torch.dtype:
     """The dtype of the parameters that the optimiser moves.
 
-    Raises ValueError for what is not one of `PRECISIONS`.
+    Raises:
+        ValueError: what is not one of `PRECISIONS`.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")

@@ -61,7 +61,8 @@ def run_turns(
     gradients do not depend on `recompute`; `layered` comes from `by_layer` and is needed for
     layers alone.
 
-    Raises ValueError if layers are to be recomputed and `layered` is None.
+    Raises:
+        ValueError: layers are to be recomputed and `layered` is None.
     """
     start = h
     skipped = 0 if backprop_turns is None else max(turns - backprop_turns, 0)
@@ -86,7 +87,8 @@ def run_turns(
 def dual_turn(turn: Turn, recompute: Recompute, layered: TurnByLayer | None = None) -> Turn:
     """The turn to take the Jacobian of: `turn`, or the same with its layers recomputed.
 
-    Raises ValueError if layers are to be recomputed and `layered` is None.
+    Raises:
+        ValueError: layers are to be recomputed and `layered` is None.
     """
     return _layered(layered)(recomputed) if recompute.dual else turn
 
