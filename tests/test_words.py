@@ -1,4 +1,4 @@
-"""Docstrings in one dialect: they begin with a noun or an imperative, and errors stand in a block."""
+"""Docstrings in one dialect: a noun or an imperative first, and errors in a block."""
 
 import ast
 import re
@@ -17,7 +17,8 @@ FILES = sorted(
 def strings_of(path):
     """Docstrings of modules, classes, functions, and those below names: the line and the text."""
     for node in ast.walk(ast.parse(path.read_text())):
-        for child in getattr(node, "body", None) or ():
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
             is_text = isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)
             if is_text and isinstance(child.value.value, str):
                 yield child.lineno, child.value.value
