@@ -77,7 +77,7 @@ NEEDED = {
             "--report_to none"
         ],
     ),
-    "jinja2": ("ouro", ["train ouro-tiny --steps 1 --report_to none"]),
+    "jinja2": ("train", ["train ouro-tiny --steps 1 --report_to none"]),
 }
 """By module: its extra, commands (with a space) and modules that need it."""
 

@@ -28,7 +28,7 @@ def test_commands_print_nothing_of_others(words):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["stars_fast.models.ouro", "stars_fast.training.ouro", "stars_fast.evaluation.lm_model"],
+    ["stars_fast.models.ouro", "stars_fast.training.run.task", "stars_fast.evaluation.lm_model"],
 )
 def test_imports_print_nothing_of_others(module):
     pytest.importorskip("transformers")

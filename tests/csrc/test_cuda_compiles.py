@@ -76,7 +76,6 @@ def test_every_kernel_is_compiled_for_every_architecture(compiled):
     assert by_arch[0] == by_arch[1]
     ops = {kernel["op"] for kernel in row_kernels(reports)}
     assert ops == {"norm", "norm_backward", "sandwich", "sandwich_backward"}
-    assert sum("gated" in name for name in by_arch[0]) == 2 * 2 * 2 * 5  # ops, types, widths, f
     assert sum("fold_kernel" in name for name in by_arch[0]) == 1
 
 
