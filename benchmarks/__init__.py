@@ -1,4 +1,4 @@
-"""What the tangent costs, against every other way to get it: `python -m benchmarks`.
+"""Cost of the tangent against every other way to get it: `python -m benchmarks`.
 
     op       one op, its dual against a plain one and against other implementations
     block    forward + backward of a block: plain, and every way to its Jacobian penalty

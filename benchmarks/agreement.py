@@ -13,14 +13,14 @@ from benchmarks.published import Published
 from benchmarks.workload import RandomChats, one_by_one, random_model
 from stars_fast.data.batches import MicroBatch, micro_batch, to_device
 from stars_fast.data.documents import PackedChats
-from stars_fast.data.samples import Samples
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.tokens import Tokens
 from stars_fast.training.config import config_from
 from stars_fast.training.step.precision import autocast
-from stars_fast.training.step.step import Plan, StepLoss
+from stars_fast.training.step.train_step import StepLoss, StepPlan
 
-TURNS = 2
+CHECKED_TURNS = 2
 GRADIENT = ", gradient"
 
 # Sums of a few thousand terms in another order.
@@ -37,7 +37,9 @@ class DisagreementError(RuntimeError):
     """Two ways that should compute the same do not."""
 
 
-def check(fields: dict[str, Any], device: torch.device, precision: str) -> dict[str, float]:
+def check_agreement(
+    fields: dict[str, Any], device: torch.device, precision: str
+) -> dict[str, float]:
     """The differences on a model of the widths in `fields` (of an `OuroConfig`), with two layers
     and few words, on packed documents.
 
@@ -65,10 +67,10 @@ def differences(model: Any, batch: MicroBatch, precision: str) -> dict[str, floa
     and ||J v||^2 ours, each against the same in fp64. All with their gradients."""
     device = batch.tokens.device
     published = Published(model, precision)
-    documents = one_by_one([batch], [TURNS])
+    documents = one_by_one([batch], [CHECKED_TURNS])
     with autocast(precision, device, sharded=False):
         losses = [
-            published.token_loss(published.states(each.tokens, TURNS), each.targets, "sum")
+            published.token_loss(published.states(each.tokens, CHECKED_TURNS), each.targets, "sum")
             for each in documents
         ]
         loss = torch.stack(losses).sum()
@@ -79,7 +81,7 @@ def differences(model: Any, batch: MicroBatch, precision: str) -> dict[str, floa
     v = torch.randn_like(h)
     with autocast(precision, device, sharded=False):
         rows = published.penalty(h, v)
-        columns = fused_jsrr(OuroLoop(model).turn(h, Samples(1)), h, v=v)
+        columns = fused_jsrr(OuroLoop(model).turn(h, Tokens(*h.shape[:2])), h, v=v)
     wide = copy.deepcopy(model).double()
     exact_rows, exact_columns = _penalties_in_fp64(wide, h, v)
     found |= _compared("published penalty", (rows, model), (exact_rows, wide))
@@ -97,13 +99,13 @@ def _compared(
 
 
 def _trainers_loss(model: Any, batch: MicroBatch, precision: str) -> Tensor:
-    depth = {"law": "fixed", "value": TURNS}
+    depth = {"law": "fixed", "value": CHECKED_TURNS}
     config = config_from(
         {"task": "ouro", "method": "sft", "precision": precision, "depth": depth}
         | {"data": {"source": "random"}}
     )
-    plan = Plan(step=0, turns=[TURNS], weight=0.0, lr=0.0)
-    return StepLoss(OuroLoop(model), config).share(batch, plan, TURNS, 1)[0]
+    plan = StepPlan(step=0, turns=[CHECKED_TURNS], weight=0.0, lr=0.0)
+    return StepLoss(OuroLoop(model), config)(batch, plan, CHECKED_TURNS, 1)[0]
 
 
 def _gradient(loss: Tensor, model: Any) -> Tensor:

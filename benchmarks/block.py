@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from benchmarks import growth
-from benchmarks.blocks import KINDS, SHAPES, Shape, build
+from benchmarks.blocks import KINDS, SHAPES, Shape, build_block
 from benchmarks.counting import count
 from benchmarks.machine import measured_peaks
 from benchmarks.report import FULL, Row, reason, show, with_rates, write
@@ -30,9 +30,9 @@ from benchmarks.ways import (
     Exact,
     Loss,
     bind,
-    both,
     eager,
     figures,
+    forward_backward,
     missing,
     tolerance,
 )
@@ -40,7 +40,6 @@ from stars_fast import explain, ops
 from stars_fast.base import machine
 from stars_fast.base.errors import ConfigError
 
-REPEATS = 10
 MEMORY_WAYS = ("plain", "dual", "double_backward", "func_jvp", "autograd_jvp")
 _PATIENCE = 180.0
 """Seconds that a compiled way gets to compile and run."""
@@ -66,16 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ways", nargs="+", choices=NAMES, metavar="WAY", help=f"of {'; '.join(NAMES)}"
     )
     parser.add_argument(
-        "--backend", choices=ops.BACKENDS, help="force one for our ops (default: the best)"
-    )
-    parser.add_argument(
         "--memory", type=_lengths, metavar="512,1024", help="memory against these lengths, no times"
-    )
-    parser.add_argument(
-        "--memory-limit",
-        type=float,
-        metavar="MIB",
-        help="of a pass (default: 80 %% of what is free)",
     )
     parser.add_argument(
         "--profile", action="store_true", help="where the time of each way goes, no times"
@@ -85,15 +75,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if one of our ways is wrong or fails.
 
-    Raises ConfigError for options that do not go together.
+    Raises:
+        ConfigError: options that do not go together.
     """
     shapes = _shapes(options)
     names = list(options.ways or (MEMORY_WAYS if options.memory else NAMES))
-    dtype, backend = getattr(torch, options.dtype), checked_backend(options.backend)
+    dtype, backend = getattr(torch, options.dtype), options.backend
     if options.profile:
         _profile_all(shapes, names, options.device, dtype, backend)
         return 0
-    repeats = options.repeats or (2 if options.small else REPEATS)
     limit = growth.limit_mib(options.device, options.memory_limit)
     result: dict[str, Any] = {
         "machine": machine.describe(options.device),
@@ -116,10 +106,10 @@ def run(options: argparse.Namespace) -> int:
     result["rows"], result["backends"], result["gate"] = {}, {}, {}
     for label, shape in shapes.items():
         print(_title(label, shape, options.dtype))
-        block, h, u = build(shape, options.device, dtype)
+        block, h, u = build_block(shape, options.device, dtype)
         with ops.backend(backend):
             result["backends"][label] = explain(block, h).backends
-            rows = rows_of(names, shape, block, h, u, repeats)
+            rows = way_rows(names, shape, block, h, u, options.repeats)
         again = measured_peaks(options.device, dtype)  # a shared machine has better moments
         result["peaks"] = {key: max(peak, again[key]) for key, peak in result["peaks"].items()}
         for name, row in rows.items():
@@ -145,16 +135,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def checked_backend(name: str | None) -> str | None:
-    """The backend that is forced. Raises ConfigError if it is not here."""
-    try:
-        with ops.backend(name):
-            return name
-    except RuntimeError as error:
-        raise ConfigError(f"--{error}") from error
-
-
-def rows_of(
+def way_rows(
     names: Sequence[str], shape: Shape, block: nn.Module, h: Tensor, u: Tensor, repeats: int
 ) -> dict[str, Row]:
     """Time and error of each way, in the order of `names`; `plain` is always there, the others'
@@ -175,7 +156,7 @@ def rows_of(
             continue
         loss = bind(name, block)
         try:
-            both(loss, block, h, u)  # at its own size: it may not fit
+            forward_backward(loss, block, h, u)  # at its own size: it may not fit
         except Exception as error:  # one that does not run takes no other with it
             failed[name] = {"failed": reason(error)}
             block.zero_grad(set_to_none=True)
@@ -184,7 +165,7 @@ def rows_of(
             losses[name], errors[name] = loss, found
     if "plain" in failed:
         return {name: failed.get(name, {"failed": "plain failed"}) for name in names}
-    runs = {name: partial(both, loss, block, h, u) for name, loss in losses.items()}
+    runs = {name: partial(forward_backward, loss, block, h, u) for name, loss in losses.items()}
     rows = figures(interleaved(runs, repeats, h.device), errors)
     for name, row in rows.items():
         if not row["error"] <= tolerance(name, h.dtype):
@@ -198,7 +179,7 @@ def _errors(
 ) -> dict[str, float | str]:
     """The error of each way's gradient, or why it has none."""
     checked = shape.checked()
-    block, h, u = build(checked, device, dtype)
+    block, h, u = build_block(checked, device, dtype)
     exact = Exact(block, h, u)
     found: dict[str, float | str] = {}
     for name in names:
@@ -217,8 +198,8 @@ def _errors(
 
 def compiles(way: str, shape: dict[str, Any], device: str, dtype: str) -> None:
     """Run a compiled way, forward and backward. In a process of its own: some crash it."""
-    block, h, u = build(Shape(**shape), device, getattr(torch, dtype))
-    both(bind(way, block), block, h, u)
+    block, h, u = build_block(Shape(**shape), device, getattr(torch, dtype))
+    forward_backward(bind(way, block), block, h, u)
 
 
 def _trial(name: str, shape: Shape, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -253,13 +234,13 @@ def _completed(
     compiled = name.endswith(COMPILED)
     if not compiled or options.device == "cuda":  # on the CPU the compiler's memory would count
         try:
-            found = growth.growth(name, shape, options.device, h.dtype, limit, options.backend)
+            found = growth.way_growth(name, shape, options.device, h.dtype, limit, options.backend)
             row["mib"] = FULL if found is None else found
         except RuntimeError as error:
             row["mib"] = str(error)[:80]
     if not compiled and name != "jvp_flash_attention":  # no operator shows what its kernels do
         with ops.backend(options.backend):
-            flops, moved = count(partial(both, bind(name, block), block, h, u))
+            flops, moved = count(partial(forward_backward, bind(name, block), block, h, u))
         row |= {"gflop": round(flops / 1e9, 3), "gbyte": round(moved / 1e9, 4)}
     return with_rates(row, peaks)
 
@@ -296,12 +277,12 @@ def _profile_all(
 ) -> None:
     for label, shape in shapes.items():
         print(_title(label, shape, str(dtype).removeprefix("torch.")))
-        block, h, u = build(shape, device, dtype)
+        block, h, u = build_block(shape, device, dtype)
         for name in names:
             if missing(name, device) or name.endswith(COMPILED):
                 continue
             with ops.backend(backend):
-                _profile(name, partial(both, bind(name, block), block, h, u), device)
+                _profile(name, partial(forward_backward, bind(name, block), block, h, u), device)
 
 
 def _profile(name: str, step: Callable[[], None], device: str, repeats: int = 5) -> None:

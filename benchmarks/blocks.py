@@ -158,7 +158,7 @@ SHAPES = {
 }
 
 
-def build(
+def build_block(
     shape: Shape, device: torch.device | str, dtype: torch.dtype
 ) -> tuple[nn.Sequential, Tensor, Tensor]:
     """The block, a state h and a direction u of unit RMS, both [batch, length, width]; the same

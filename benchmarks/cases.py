@@ -25,7 +25,7 @@ _TOLERANCE = {
 
 
 @dataclass(frozen=True)
-class Case:
+class OpCase:
     """`op(*stacks, *plains)` on stacks [2, ...] is the dual of `ref(*primals, *plains)`, which
     PyTorch computes by `torch_op`.
 
@@ -50,7 +50,7 @@ def _pair(outputs: tuple[Tensor, Tensor]) -> Tensor:
     return torch.stack(outputs, 1)
 
 
-def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
+def row_cases(rows: int, width: int, hidden: int) -> list[OpCase]:
     """Norms, sandwich, elementwise ops and squares at [2, rows, width] ([2, rows, hidden])."""
     generator = torch.Generator().manual_seed(0)
 
@@ -70,7 +70,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
         return torch.stack((h, F.rms_norm(h, (width,), w_in, 1e-6)))
 
     return [
-        Case(
+        OpCase(
             "rms_norm",
             lambda x, w: ops.rms_norm(x, w, 1e-6),
             lambda x, w: reference.rms_norm(x, w, 1e-6),
@@ -79,7 +79,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
             (w,),
             (2 * n, 3 * n),
         ),
-        Case(
+        OpCase(
             "layer_norm",
             lambda x, w, b: ops.layer_norm(x, w, b, 1e-5),
             lambda x, w, b: reference.layer_norm(x, w, b, 1e-5),
@@ -88,7 +88,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
             (w, w2),
             (2 * n, 3 * n),
         ),
-        Case(
+        OpCase(
             "sandwich",
             lambda x, y, w, w2: _pair(ops.sandwich(x, y, w, w2, 1e-6, 1e-6)),
             chain,
@@ -97,7 +97,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
             (w, w2),
             (8 * n, 6 * n),
         ),
-        Case(
+        OpCase(
             "swiglu",
             ops.gated,
             lambda g, u: reference.gated(g, u, "silu"),
@@ -106,7 +106,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
             (),
             (3 * m, 5 * m),
         ),
-        Case(
+        OpCase(
             "gelu",
             lambda x: ops.pointwise(x, "gelu"),
             lambda x: reference.pointwise(x, "gelu"),
@@ -115,7 +115,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
             (),
             (2 * m, 3 * m),
         ),
-        Case(
+        OpCase(
             "softmax",
             ops.softmax,
             reference.softmax,
@@ -127,7 +127,7 @@ def row_cases(rows: int, width: int, hidden: int) -> list[Case]:
     ]
 
 
-def rotary_case(batch: int, heads: int, length: int, width: int) -> Case:
+def rotary_case(batch: int, heads: int, length: int, width: int) -> OpCase:
     """Rotation of [2, batch, heads, length, width] by tables that are rounded to its dtype."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(2, batch, length, heads, width, generator=generator).transpose(2, 3)
@@ -141,7 +141,7 @@ def rotary_case(batch: int, heads: int, length: int, width: int) -> Case:
             tables[key] = cos.to(x), sin.to(x)
         return tables[key]
 
-    return Case(
+    return OpCase(
         "rotary",
         lambda x: ops.rotary(x, *table(x)),
         lambda x: reference.rotary(x, *table(x)),
@@ -161,7 +161,7 @@ def attention_case(
     width: int,
     documents: list[int] | None = None,
     offset: float = 0.0,
-) -> Case:
+) -> OpCase:
     """Causal attention; packed documents of these lengths with `documents`; keys whose tangent has
     a common part of `offset` standard deviations with `offset`."""
     generator = torch.Generator().manual_seed(2)
@@ -196,7 +196,7 @@ def attention_case(
         )
 
     moved = 2 * q.numel() + 2 * k.numel()
-    return Case(
+    return OpCase(
         name,
         op,
         lambda q, k, v: reference.attention(q, k, v, mask.to(q.device)),
@@ -207,7 +207,7 @@ def attention_case(
     )
 
 
-def attention_cases(small: bool) -> list[Case]:
+def attention_cases(small: bool) -> list[OpCase]:
     """Widths, grouped heads, odd lengths, packed documents, offset keys."""
     if small:
         return [
@@ -228,7 +228,7 @@ def attention_cases(small: bool) -> list[Case]:
 
 
 def results(
-    case: Case, function: Callable[..., Any], dtype: torch.dtype, device: str, stacked: bool
+    case: OpCase, function: Callable[..., Any], dtype: torch.dtype, device: str, stacked: bool
 ) -> list[Tensor]:
     """Output, its tangent and the cotangents of all inputs (halves apart), for one cotangent.
 
@@ -277,7 +277,7 @@ def backends(device: str, dtype: torch.dtype) -> list[str]:
     ]
 
 
-def errors(case: Case, dtype: torch.dtype, device: str, backend: str) -> list[float] | None:
+def errors(case: OpCase, dtype: torch.dtype, device: str, backend: str) -> list[float] | None:
     """Relative errors of `results` by a backend against fp64; None where plain PyTorch stood in."""
     with ops.backend(backend), answered() as seen:
         found = results(case, case.op, dtype, device, stacked=True)

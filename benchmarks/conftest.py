@@ -9,6 +9,7 @@ A test asserts that what it times is right, then times it. Sizes are small on th
 import pytest
 import torch
 
+from benchmarks.machine import usual_dtype
 from benchmarks.timing import waiter
 
 
@@ -28,8 +29,7 @@ def device(request):
 
 @pytest.fixture(scope="session")
 def dtype(request, device):
-    usual = "bfloat16" if device == "cuda" else "float32"
-    return getattr(torch, request.config.getoption("--bench-dtype") or usual)
+    return getattr(torch, request.config.getoption("--bench-dtype") or usual_dtype(device))
 
 
 @pytest.fixture

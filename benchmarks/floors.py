@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """Of a looped transformer; d_ff counts three matrices, of gate, up and down."""
+    """Sizes of a looped transformer; d_ff counts three matrices, of gate, up and down."""
 
     width: int
     d_ff: int
@@ -75,7 +75,7 @@ class Passes(NamedTuple):
 
 
 def layer_flops(way: str, width: int, d_ff: int, length: int) -> float:
-    """Of one layer on one document, forward and backward."""
+    """FLOPs of one layer on one document, forward and backward."""
     linear = 2 * (4 * width**2 + 3 * width * d_ff)
     attention = 2 * length * width
     found = PASSES[way]
@@ -83,14 +83,14 @@ def layer_flops(way: str, width: int, d_ff: int, length: int) -> float:
 
 
 def head_flops(sizes: Sizes, positions: float) -> float:
-    """Of the head at so many positions, forward and backward."""
+    """FLOPs of the head at so many positions, forward and backward."""
     return 6.0 * sizes.width * sizes.vocabulary * positions
 
 
 def step_flops(
     sizes: Sizes, documents: Iterable[Document], positions: float, passes: Passes
 ) -> float:
-    """Of a training step on the documents, whose head is evaluated at so many positions in all."""
+    """FLOPs of a training step on the documents; the head is evaluated at so many positions."""
 
     def turn(way: str, length: int) -> float:
         return sizes.layers * layer_flops(way, sizes.width, sizes.d_ff, length)

@@ -81,7 +81,7 @@ def stage_here(options: argparse.Namespace, path: Path, name: str, seconds: floa
 def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
     """Every stage within the deadline; the whole result."""
     from benchmarks.gpu_stages import EXTRA, STAGES
-    from benchmarks.gpu_stages.norms import build
+    from benchmarks.gpu_stages.norms import build_extension
     from benchmarks.gpu_stages.report import Report
 
     begin = time.monotonic()
@@ -91,7 +91,7 @@ def run_all(options: argparse.Namespace, path: Path) -> dict[str, Any]:
         copy = Path(scratch) / "copy"
         building = None
         if any(STAGES[name].built for name in names):
-            building = build(copy, options.device)
+            building = build_extension(copy, options.device)
         try:
             for name in names:
                 started = time.monotonic()
@@ -167,7 +167,7 @@ def _end(group: int | None) -> None:
             os.killpg(group, signal.SIGKILL)
 
 
-def summary(data: dict[str, Any]) -> str:
+def stage_lines(data: dict[str, Any]) -> str:
     """A line a stage: seconds, entries, what failed, what was skipped."""
     lines = [f"{'stage':10} {'seconds':>8} {'entries':>8} {'failed':>7} {'skipped':>8}"]
     other = ("stages", "failures", "skipped")
@@ -211,7 +211,7 @@ def main() -> int:
             return stage_here(options, path, options.stage, options.seconds)
         path.unlink(missing_ok=True)
         data = run_all(options, path)
-    print(summary(data))
+    print(stage_lines(data))
     return 1 if data["failures"] else 0
 
 

@@ -36,14 +36,15 @@ from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch
 from stars_fast.data.samples import drawn_part
-from stars_fast.training.config import load_config, task_of
+from stars_fast.training.config import load_config
+from stars_fast.training.run.task import Task
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.jacobian import penalty_at_last, penalty_at_next
+from stars_fast.training.step.micro_step import MicroStep
+from stars_fast.training.step.penalties.jacobian import jacobian_penalty
 from stars_fast.training.step.penalty import PenaltyConfig
-from stars_fast.training.step.step import StepLoss
-from stars_fast.training.step.turns import KEEP_ALL, run_turns
+from stars_fast.training.step.turns import run_turns
 
-COLUMNS = {
+NOISE_COLUMNS = {
     "cost": ("cost", ".3f"),
     "cosine": ("cosine", ".3f"),
     "variance": ("variance", ".3f"),
@@ -53,7 +54,7 @@ COLUMNS = {
 }
 PARTS = (0.125, 0.25, 0.5, 1.0)
 PROBES = (2, 4)
-KINDS = ("exact", "attached", "last")
+PENALTY_KINDS = ("exact", "attached", "last")
 
 
 class Trained:
@@ -61,13 +62,11 @@ class Trained:
 
     def __init__(self, run: str, turns: int) -> None:
         self.config = load_config(run, ["--precision", "float32"])
-        task = task_of({"task": self.config.task}).Task(
-            self.config, World(0, 1, torch.device("cpu"))
-        )
+        task = Task(self.config, World(0, 1, torch.device("cpu")))
         load_weights(RunFolder(run).checkpoint(), task.loop.model)
         self.loop, self.turns = task.loop, turns
         self.loop.model.eval()
-        self.source = task.source
+        self.source = task.data.source
         self.parameters = [p for p in self.loop.model.parameters() if p.requires_grad]
         self.batch = self.batch_at(0)
 
@@ -76,9 +75,8 @@ class Trained:
         return Batches(self.source, self.config.seed, size).window(step)[0]
 
     def states(self, batch: MicroBatch, turns: int) -> tuple[Any, list[Tensor]]:
-        h = StepLoss(self.loop, self.config).start(batch)
-        turn = self.loop.turn(h, batch.samples)
-        return turn, run_turns(turn, h, turns)
+        micro = MicroStep(self.loop, batch, self.config, 0)
+        return micro.turn, run_turns(micro.turn, micro.first, turns)
 
     def token(self, step: int) -> Tensor:
         """The gradient of the token loss of one batch."""
@@ -91,24 +89,22 @@ class Trained:
         at = "last" if kind == "last" else "next"
         changed = PenaltyConfig(fraction=fraction, at=at, detach=kind == "exact")
         config = replace(self.config, penalty=changed)
-        turn, states = self.states(self.batch, self.turns - (at == "last"))
+        penalty = jacobian_penalty(config)
+        _, states = self.states(self.batch, self.turns - penalty.last_turns)
         losses = []
         for probe in range(probes):
-            number = draw * probes + probe
-            arguments = self.loop, turn, states, self.batch, config, number, KEEP_ALL
-            losses.append(
-                penalty_at_next(*arguments) if at == "next" else penalty_at_last(*arguments)[1]
-            )
+            micro = MicroStep(self.loop, self.batch, config, draw * probes + probe)
+            losses.append(penalty.compute(micro, states)[1])
         return self._gradient(torch.stack(losses).mean())
 
     def r4(self) -> list[float]:
-        """Of the first samples, each by itself."""
+        """r4 of the first samples, each by itself."""
         _, states = self.states(self.batch, self.turns)
         found = []
         for i in range(min(8, self.batch.samples.count)):
-            part = self.batch.samples.take([i])
-            h = part.of(states[-1].detach())
-            turn, mask = self.loop.turn(h, part.samples), part.samples.mask
+            part = self.batch.samples.subset([i])
+            h = part.cut(states[-1].detach())
+            turn, mask = self.loop.turn(h, part.tokens), part.tokens.real
             generator = torch.Generator().manual_seed(i)
             moments = singular_moments(turn, h, mask=mask, probes=128, generator=generator)
             found.append(float(moments.r4))
@@ -132,7 +128,7 @@ def variance(draws: list[Tensor]) -> float:
 
 def settings() -> Iterator[tuple[str, float, int, str]]:
     """Name, fraction, probes and kind."""
-    for kind in KINDS:
+    for kind in PENALTY_KINDS:
         for fraction in PARTS if kind == "exact" else (0.25, 1.0):
             yield f"{kind}, {fraction:g} of the samples", fraction, 1, kind
     for probes in PROBES:
@@ -147,7 +143,7 @@ def study(run: str, turns: int, draws: int) -> dict[str, Any]:
     # Numbers beyond those of the draws: the expectation must not know them.
     expected = {
         kind: torch.stack([trained.penalty(1000 + k, 1.0, 4, kind) for k in range(16)]).mean(0)
-        for kind in KINDS
+        for kind in PENALTY_KINDS
     }
     rows, samples = {}, trained.batch.samples.count
     for name, fraction, probes, kind in settings():
@@ -163,7 +159,7 @@ def study(run: str, turns: int, draws: int) -> dict[str, Any]:
         }
     r4 = trained.r4()
     print(f"{run}: {trained.batch.samples.count} samples, h^({turns}), lambda {weight:g}")
-    print(table(rows, COLUMNS))
+    print(table(rows, NOISE_COLUMNS))
     print(f"r4 of {len(r4)} samples: {min(r4):.1f} to {max(r4):.1f}")
     return {"samples": trained.batch.samples.count, "turns": turns, "rows": rows, "r4": r4}
 

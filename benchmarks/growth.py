@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.blocks import Shape, build
+from benchmarks.blocks import Shape, build_block
 from benchmarks.report import FULL, out_of_memory
 from benchmarks.timing import cuda_growth, in_its_own_process, process_growth
 from benchmarks.ways import bind
@@ -35,13 +35,14 @@ def limit_mib(device: torch.device | str, given: float | None) -> float:
     return math.inf if free is None else 0.8 * free / 2**20
 
 
-def growth(
+def way_growth(
     way: str, shape: Shape, device: str, dtype: torch.dtype, limit: float, backend: str | None
 ) -> float | None:
     """MiB of a pass at its peak; None where it needs more than `limit` MiB. On the CPU in a process
     of its own.
 
-    Raises RuntimeError if the way fails for another reason.
+    Raises:
+        RuntimeError: the way fails for another reason.
     """
     name = str(dtype).removeprefix("torch.")
     cell: dict[str, Any] = {"way": way, "shape": asdict(shape), "device": device, "dtype": name}
@@ -60,13 +61,13 @@ def in_this_process(
     backend: str | None,
     threads: int,
 ) -> float | None:
-    """As `growth`; on the CPU only the first such call of a process tells."""
+    """As `way_growth`; on the CPU only the first such call of a process tells."""
     torch.set_num_threads(threads)
     sizes = Shape(**shape)
     cuda = torch.device(device).type == "cuda"
     found: float | None
     try:
-        block, h, u = build(sizes, device, getattr(torch, dtype))
+        block, h, u = build_block(sizes, device, getattr(torch, dtype))
         loss = bind(way, block)
         run = partial(_pass, loss, h, u)
         with ops.backend(backend):
@@ -100,7 +101,9 @@ def against_length(
                 row[way] = None
                 continue
             try:
-                found = growth(way, replace(shape, length=length), device, dtype, limit, backend)
+                found = way_growth(
+                    way, replace(shape, length=length), device, dtype, limit, backend
+                )
             except RuntimeError as error:
                 row[way] = str(error).splitlines()[0][:80]
             else:
@@ -111,7 +114,7 @@ def against_length(
 
 
 def columns(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
-    """Of the table of `against_length`."""
+    """Columns of the table of `against_length`."""
     return {way: (f"{way}, MiB", ".1f") for row in rows.values() for way in row}
 
 

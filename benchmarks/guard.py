@@ -22,44 +22,46 @@ from typing import Any
 import torch
 
 from benchmarks import op
-from benchmarks.block import rows_of
-from benchmarks.blocks import SHAPES, build
-from benchmarks.machine import measured_peaks
+from benchmarks.block import way_rows
+from benchmarks.blocks import SHAPES, build_block
+from benchmarks.machine import measured_peaks, usual_dtype, usual_precision
 from benchmarks.report import Row, write
-from benchmarks.step import measure
+from benchmarks.step import measure_steps
 from benchmarks.ways import OURS
 from stars_fast.base import machine
 
 RECORDS = Path(__file__).parent / "results" / "ratios"
-BLOCKS = {"cpu": ("study", "addition"), "cuda": ("ouro", "ouro-8k")}
-STEPS = {"cpu": ("tiny", "float32"), "cuda": ("ouro", "mixed")}
-CASES = ("sft", "jsrr", "jsrr-last", "jsrr-last-quarter-micro", "stars")
-DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
-OPS = ("rms_norm", "swiglu", "attention")
+GUARDED_BLOCKS = {"cpu": ("study", "addition"), "cuda": ("ouro", "ouro-8k")}
+GUARDED_MODEL = {"cpu": "tiny", "cuda": "ouro"}
+GUARDED_STEPS = ("sft", "jsrr", "jsrr-last", "jsrr-last-quarter-micro", "stars")
+GUARDED_OPS = ("rms_norm", "swiglu", "attention")
 
 
 def ratios(device: str, repeats: int, small: bool) -> dict[str, float]:
     """Every ratio that is guarded, by its place."""
     found: dict[str, float] = {}
-    dtype = DTYPE[device]
+    dtype = getattr(torch, usual_dtype(device))
     peaks = measured_peaks(device, dtype)
     backend = "cpp" if device == "cpu" else "triton"
-    for timed, checked in op.cases(device, small):
-        if timed.name.partition("-")[0] in OPS:
-            rows = op.rows_of(timed, checked, [backend], dtype, device, repeats, peaks)
+    for timed, checked in op.op_cases(device, small):
+        if timed.name.partition("-")[0] in GUARDED_OPS:
+            rows = op.op_rows(timed, checked, [backend], dtype, device, repeats, peaks)
             if backend not in rows:
                 continue
             for way in op.DIRECTIONS:
                 row = good(f"{timed.name} {backend}", rows[backend])
                 found[f"op/{timed.name}/{way}"] = row[f"{way}_ratio"]
-    for name in BLOCKS[device]:
+    for name in GUARDED_BLOCKS[device]:
         shape = SHAPES[name].small() if small else SHAPES[name]
-        block, h, u = build(shape, device, dtype)
-        for way, row in rows_of(("plain", *OURS), shape, block, h, u, repeats).items():
+        block, h, u = build_block(shape, device, dtype)
+        for way, row in way_rows(("plain", *OURS), shape, block, h, u, repeats).items():
             if way in OURS:
                 found[f"block/{name}/{way}"] = good(f"{name} {way}", row)["ratio"]
-    shape_name, precision = ("tiny", "float32") if small else STEPS[device]
-    steps = measure(shape_name, device, precision, 64 if small else None, repeats, names=CASES)
+    shape_name = "tiny" if small else GUARDED_MODEL[device]
+    precision = "float32" if small else usual_precision(device)
+    steps = measure_steps(
+        shape_name, device, precision, 64 if small else None, repeats, names=GUARDED_STEPS
+    )
     for name, row in steps["methods"].items():
         if name != "sft":
             found[f"step/{shape_name}/{name}"] = good(name, row)["over_own"]

@@ -15,38 +15,46 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import time
 
-WAYS = ("plain", "ours", "liger")
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.machine import DTYPES
+from benchmarks.report import write
+from benchmarks.timing import cuda_growth, in_its_own_process, process_growth, wall_clock
+from stars_fast.base.machine import commit
+from stars_fast.ops.linear_cross_entropy import linear_cross_entropy, supervised_positions
+
+HEAD_WAYS = ("plain", "ours", "liger")
 
 
-def measure(way: str, dtype: str, share: float, options: argparse.Namespace) -> dict[str, float]:
+def measure_head(
+    way: str,
+    dtype: str,
+    share: float,
+    device: str,
+    tokens: int,
+    vocabulary: int,
+    width: int,
+    repeats: int,
+    threads: int | None,
+) -> dict[str, float]:
     """MiB that the process grows by in one forward + backward, and seconds of another."""
-    import resource
-
-    import torch
-    import torch.nn.functional as F
-
-    from stars_fast.ops.linear_cross_entropy import linear_cross_entropy, supervised_positions
-
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    if threads:
+        torch.set_num_threads(threads)
     torch.manual_seed(0)
-    cuda = options.device == "cuda"
 
-    def inputs(tokens: int, vocabulary: int, width: int) -> tuple[torch.Tensor, ...]:
-        kind = {"dtype": getattr(torch, DTYPES[dtype]), "device": options.device}
+    def inputs(tokens: int, vocabulary: int, width: int) -> tuple[Tensor, ...]:
+        kind = {"dtype": DTYPES[dtype], "device": device}
         hidden = torch.empty(1, tokens, width, **kind).normal_().requires_grad_()
         weight = torch.empty(vocabulary, width, **kind).normal_(std=0.02).requires_grad_()
         labels = torch.randint(0, vocabulary, (1, tokens))
         labels[:, : tokens - round(share * tokens)] = -100
         positions = supervised_positions(labels)
-        return hidden, weight, labels.to(options.device), positions.to(options.device)
+        return hidden, weight, labels.to(device), positions.to(device)
 
-    def run(hidden, weight, labels, positions) -> None:
+    def run(hidden: Tensor, weight: Tensor, labels: Tensor, positions: Tensor) -> None:
         hidden.grad = weight.grad = None
         if way == "plain":
             logits = F.linear(hidden, weight).float()
@@ -56,33 +64,18 @@ def measure(way: str, dtype: str, share: float, options: argparse.Namespace) -> 
         loss = linear_cross_entropy(hidden, weight, labels, supervised=positions, backend=backend)
         loss.loss.backward()
 
-    def peak() -> float:
-        if cuda:
-            return torch.cuda.max_memory_allocated() / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        run(*full)
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
     run(*inputs(16, 64, 32))  # what loads once is not the pass's own
-    full = inputs(options.tokens, options.vocabulary, options.width)
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    before = peak()
-    first = seconds()
-    grown = peak() - before
-    times = [seconds() for _ in range(options.repeats)] or [first]
-    return {"MiB": round(grown, 1), "s": round(statistics.median(times), 4)}
+    full = inputs(tokens, vocabulary, width)
+    clock, first = wall_clock(device), []
+    growth = cuda_growth if device == "cuda" else process_growth
+    mib = growth(lambda: first.append(clock(lambda: run(*full))))
+    times = [clock(lambda: run(*full)) for _ in range(repeats)] or first
+    return {"MiB": round(mib, 1), "s": round(statistics.median(times), 4)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--ways", nargs="+", default=["plain", "ours"], choices=WAYS)
+    parser.add_argument("--ways", nargs="+", default=["plain", "ours"], choices=HEAD_WAYS)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
     parser.add_argument("--shares", nargs="+", type=float, default=[1.0, 0.25])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -92,35 +85,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="0: time the first pass")
     parser.add_argument("--threads", type=int, help="of the CPU; torch's default otherwise")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--one", nargs=3, metavar=("WAY", "DTYPE", "SHARE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        way, dtype, share = options.one
-        print(json.dumps(measure(way, dtype, float(share), options)))
-        return
+    names = ("device", "tokens", "vocabulary", "width", "repeats", "threads")
+    sizes = {name: getattr(options, name) for name in names}
     print("| head | dtype | supervised | peak, MiB | time, ms |")
     print("|---" * 5 + "|", flush=True)
     rows = []
     for dtype in options.dtypes:
         for way in options.ways:
             for share in options.shares[:1] if way == "plain" else options.shares:
-                one = ["--one", way, dtype, str(share)]
-                run = [sys.executable, __file__, *sys.argv[1:], *one]
-                out = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout
-                row = {"way": way, "dtype": dtype, "share": share, **json.loads(out)}
+                cell = {"way": way, "dtype": dtype, "share": share}
+                function = "benchmarks.head_memory:measure_head"
+                row = cell | in_its_own_process(function, **cell, **sizes)
                 rows.append(row)
                 print(
                     f"| {way} | {dtype} | {share:.0%} | {row['MiB']:.0f} | {1000 * row['s']:.0f} |",
                     flush=True,
                 )
-    settings = {name: value for name, value in vars(options).items() if name not in ("json", "one")}
+    settings = {name: value for name, value in vars(options).items() if name != "json"}
     result = {"options": settings, "rows": rows}
-    if options.json:
-        from stars_fast.base.machine import commit
-
-        with open(options.json, "w") as file:
-            json.dump({"commit": commit(), **result}, file, indent=2)
-            file.write("\n")
+    write(options.json, {"commit": commit(), **result})
     print(json.dumps(result))
 
 

@@ -1,4 +1,4 @@
-"""What Python costs: a turn of 24 tiny layers, where the arithmetic takes no time.
+"""Cost of Python: a turn of 24 tiny layers, where the arithmetic takes no time.
 
     python -m benchmarks.host_cost [--layers 24]
 

@@ -1,10 +1,23 @@
-"""The most that a machine does: a matrix product and a copy."""
+"""The most that a machine does, a matrix product and a copy; and what it usually computes in."""
 
 from __future__ import annotations
 
 import torch
 
 from benchmarks.timing import interleaved
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the names that options have."""
+
+
+def usual_dtype(device: str) -> str:
+    """The dtype of tensors, where none is asked for."""
+    return "bfloat16" if device == "cuda" else "float32"
+
+
+def usual_precision(device: str) -> str:
+    """The trainer's precision, where none is asked for."""
+    return "mixed" if device == "cuda" else "float32"
 
 
 def measured_peaks(device: torch.device | str, dtype: torch.dtype) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import (
-    Case,
+    OpCase,
     attention_case,
     backends,
     errors,
@@ -29,12 +29,11 @@ from stars_fast import ops
 from stars_fast.base import machine
 from stars_fast.base.errors import ConfigError
 
-REPEATS = 30
 OPS = ("rms_norm", "layer_norm", "sandwich", "swiglu", "gelu", "softmax", "rotary", "attention")
 FLEX = "FlexAttention"
 """A plain flash attention in the language of ours, Triton."""
 DIRECTIONS = ("forward", "backward")
-COLUMNS = {
+OP_COLUMNS = {
     "forward_us": ("fwd, us", ".1f"),
     "forward_spread": ("spread", ".1%"),
     "forward_ratio": ("ratio", ".2f"),
@@ -50,10 +49,10 @@ COLUMNS = {
     "error": ("error", ".1e"),
 }
 _CHECKED_LENGTH = 512
-"""Of attention: the reference holds its matrices in fp64."""
+"""Longest attention that is checked: the reference holds its matrices in fp64."""
 
 Contender = tuple[Row, dict[str, Run]]
-"""What is known before it is timed, and its runs by direction."""
+"""Figures known before anything is timed, and the runs by direction."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -61,15 +60,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", nargs="+", choices=OPS, metavar="OP", help=f"of {', '.join(OPS)} (default: all)"
     )
-    parser.add_argument(
-        "--backend", choices=ops.BACKENDS, help="this one alone (default: all that answer)"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if an error is above its tolerance or one of our backends fails.
 
-    Raises ConfigError if the backend is not here.
+    Raises:
+        ConfigError: the backend is not here.
     """
     device, dtype = options.device, getattr(torch, options.dtype)
     names = [b for b in backends(device, dtype) if options.backend in (None, b)]
@@ -77,7 +74,6 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--backend: expected one for {device} and {options.dtype}, got {options.backend}"
         )
-    repeats = options.repeats or (2 if options.small else REPEATS)
     peaks = measured_peaks(device, dtype)
     result: dict[str, Any] = {
         "machine": machine.describe(device),
@@ -86,12 +82,12 @@ def run(options: argparse.Namespace) -> int:
         "rows": {},
     }
     bad = []
-    for timed, checked in cases(device, options.small):
+    for timed, checked in op_cases(device, options.small):
         if options.ops and timed.name.partition("-")[0] not in options.ops:
             continue
-        rows = rows_of(timed, checked, names, dtype, device, repeats, peaks)
+        rows = op_rows(timed, checked, names, dtype, device, options.repeats, peaks)
         print(f"\n{timed.name} {[list(t.shape) for t in timed.stacks]}")
-        show(rows, COLUMNS)
+        show(rows, OP_COLUMNS)
         result["rows"][timed.name] = {
             "shapes": [list(t.shape) for t in timed.stacks],
             "checked": [list(t.shape) for t in checked.stacks],
@@ -105,8 +101,8 @@ def run(options: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
-    """What is timed, and the same at a size that can be checked."""
+def op_cases(device: str, small: bool) -> list[tuple[OpCase, OpCase]]:
+    """Pairs of a case that is timed and the same at a size that can be checked."""
     if small:
         rows, width, hidden = 33, 64, 176
         shapes = [(1, 2, 2, 48, 16)]
@@ -131,9 +127,9 @@ def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
     return found
 
 
-def rows_of(
-    timed: Case,
-    checked: Case,
+def op_rows(
+    timed: OpCase,
+    checked: OpCase,
     names: list[str],
     dtype: torch.dtype,
     device: str,
@@ -187,7 +183,7 @@ def rows_of(
 
 
 def _figures(
-    case: Case,
+    case: OpCase,
     name: str,
     way: str,
     times: Mapping[str, list[float]],
@@ -215,9 +211,9 @@ def _figures(
     return {f"{way}_{key}": value for key, value in row.items()}
 
 
-def attention_flops(case: Case, way: str) -> int:
-    """Of plain causal attention: 2 products forward, 5 backward, each of half the square. Its dual
-    has three times as many."""
+def attention_flops(case: OpCase, way: str) -> int:
+    """FLOPs of plain causal attention: 2 products forward, 5 backward, each of half the square.
+    Its dual has three times as many."""
     _, batch, heads, length, width = case.stacks[0].shape
     return {"forward": 2, "backward": 5}[way] * batch * heads * length**2 * width
 

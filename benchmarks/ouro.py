@@ -7,16 +7,12 @@ Sizes are those of Ouro-1.4B but for `--layers`; weights are random. `turn`: for
 plain and of a dual turn. `step`: a token loss after 4 turns, all targets, and the same with the
 Jacobian penalty of the next turn. `generate`: tokens a second after a prompt, by turns. Times are
 medians, the ways of a part taking turns. Memory is what the first pass of a way grew the process by
-(resident memory; on CUDA what was allocated), each in a process of its own on the CPU.
+(resident memory; on CUDA what was allocated), each in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,18 +20,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import show
-from benchmarks.timing import interleaved
-from benchmarks.ways import figures
+from benchmarks.machine import DTYPES
+from benchmarks.report import show, write
+from benchmarks.timing import cuda_growth, in_its_own_process, interleaved, process_growth
+from benchmarks.ways import dual, figures, plain
 from stars_fast import fused_jsrr
 from stars_fast.base.machine import commit
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-
-def build(options: argparse.Namespace) -> OuroForCausalLM:
+def build_model(options: argparse.Namespace) -> OuroForCausalLM:
     small = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4}
     sizes = small | {"vocab_size": 320} if options.small else {}
     config = OuroConfig(num_hidden_layers=options.layers, **sizes)
@@ -51,10 +46,7 @@ def states(net: OuroForCausalLM, options: argparse.Namespace) -> tuple[torch.Ten
 def turn_ways(net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     block = looped_block(net.model)
     h, u = states(net, options)
-    return {
-        "plain": lambda: (block(h) * u).mean(),
-        "dual": lambda: fused_jsrr(block, h, v=u, normalize="batch"),
-    }
+    return {"plain": partial(plain, block, h, u), "dual": partial(dual, block, h, u)}
 
 
 def step_ways(net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Callable[[], Any]]:
@@ -77,44 +69,37 @@ def step_ways(net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Ca
     return {"plain": sft, "with penalty": stars, "from all logits": logits}
 
 
-def grown(net: OuroForCausalLM, way: Callable[[], Any]) -> int:
-    """MiB of the first forward + backward, gradients included, over what was there before."""
-    if net.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated() / 2**20
-        way().backward()
-        net.zero_grad(set_to_none=True)
-        return round(torch.cuda.max_memory_allocated() / 2**20 - before)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    way().backward()
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
+PARTS = {"turn": turn_ways, "step": step_ways}
 
 
-def both(net: OuroForCausalLM, way: Callable[[], Any]) -> None:
-    """Forward and backward; the model keeps its gradients."""
-    net.zero_grad(set_to_none=True)
-    way().backward()
+def growth_of_first_pass(part: str, way: str, settings: dict[str, Any]) -> float:
+    """MiB of the first forward + backward of a way, gradients included, over what was there."""
+    options = argparse.Namespace(**settings)
+    torch.manual_seed(0)
+    run = PARTS[part](build_model(options), options)[way]
+    growth = cuda_growth if options.device == "cuda" else process_growth
+    return round(growth(lambda: run().backward()))
 
 
-def passes(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
+def time_part(part: str, net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
     """Times and memory of the ways of a part."""
-    ways = {"turn": turn_ways, "step": step_ways}[part](net, options)
-    if net.device.type == "cuda":
-        memory = {name: grown(net, way) for name, way in ways.items()}
-    else:
-        memory = {name: _in_its_own_process(part, name) for name in ways}
-    runs = {name: partial(both, net, way) for name, way in ways.items()}
+    ways = PARTS[part](net, options)
+
+    def run(way: Callable[[], Any]) -> None:
+        net.zero_grad(set_to_none=True)
+        way().backward()
+
+    function = "benchmarks.ouro:growth_of_first_pass"
+    memory = {
+        name: in_its_own_process(function, part=part, way=name, settings=vars(options))
+        for name in ways
+    }
+    runs = {name: partial(run, way) for name, way in ways.items()}
     rows = figures(interleaved(runs, options.repeats, net.device), {})
     print(part)
     show(rows)
     print("MiB:", memory)
     return {"rows": rows, "MiB": memory}
-
-
-def _in_its_own_process(part: str, way: str) -> int:
-    run = [sys.executable, __file__, *sys.argv[1:], "--one", part, way]
-    return int(subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def generation(net: OuroForCausalLM, options: argparse.Namespace) -> dict[str, Any]:
@@ -149,15 +134,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="tiny sizes: prove the script")
     parser.add_argument("--json", help="write the result here")
-    parser.add_argument("--one", nargs=2, metavar=("PART", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.manual_seed(0)
-    net = build(options)
-    if options.one:
-        part, way = options.one
-        ways = {"turn": turn_ways, "step": step_ways}[part]
-        print(grown(net, ways(net, options)[way]))
-        return
+    net = build_model(options)
     result: dict[str, Any] = {
         "commit": commit(), "torch": torch.__version__, "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
@@ -165,12 +144,9 @@ def main() -> None:
     }  # fmt: skip
     for part in options.parts:
         result[part] = (
-            generation(net, options) if part == "generate" else passes(part, net, options)
+            generation(net, options) if part == "generate" else time_part(part, net, options)
         )
-        if options.json:
-            with open(options.json, "w") as file:
-                json.dump(result, file, indent=1)
-                file.write("\n")
+        write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from stars_fast.models.looped_block import looped_block
 from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.models.ouro.tiny import write_tiny_ouro
 
-SIZES = {
+TINY = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048, "vocab_size": 320,
 }  # fmt: skip
@@ -110,7 +110,7 @@ def checks(
 ) -> Iterator[dict[str, Any]]:
     """One entry a check, dtype and attention implementation: errors, and whether they are right."""
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny_ouro(f"{folder}/tiny", **SIZES)
+        write_tiny_ouro(f"{folder}/tiny", **TINY)
         exact = OuroForCausalLM.from_pretrained(f"{folder}/tiny", dtype=torch.float64)
     # In reduced precision all start from the same rounded weights.
     exact.to(torch.bfloat16).double()

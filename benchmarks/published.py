@@ -101,7 +101,7 @@ class Published:
         return (1 - weight) * loss + weight * self.penalty(h) if weight else loss
 
 
-def train_step(
+def published_step(
     published: Published,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[MicroBatch],

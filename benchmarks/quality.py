@@ -1,4 +1,4 @@
-"""What the cheaper penalties are worth at the end of training: addition models, three seeds each.
+"""Worth of the cheaper penalties at the end of training: addition models, three seeds each.
 
     python -m benchmarks.quality [--out DIR] [--workers 2] [--settings NAME ...] [--seeds 0 1 2]
     python -m benchmarks.quality --steps 20 --start 10 --seeds 0     # proves the script
@@ -23,39 +23,40 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from stars_fast import spectral_radius
 from stars_fast.base.plots import accuracy_and_radius
-from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.training.addition import load_model
+from stars_fast.evaluation.run_data import open_data
+from stars_fast.models.saved import find_model, load_model
 from stars_fast.training.config import load_config, save_config
 from stars_fast.training.run.trainer import train
 
-TURNS = (1, 2, 4, 8, 16, 32, 64, 100)
+JUDGED_TURNS = (1, 2, 4, 8, 16, 32, 64, 100)
 RADIUS_TURNS = (4, 16, 64)
 BASE = "--depth.mu 1.5 --depth.sigma 0.5 --depth.high 20 --decay_steps 0 --train.report_to none"
 ATTACHED = "--penalty.detach false"
-LAST = f"--penalty.at last {ATTACHED}"
-QUARTER = "--penalty.fraction 0.25"
-FOUR = "--train.accumulation 4"
-STEP = "--penalty.direction step"
+AT_LAST = f"--penalty.at last {ATTACHED}"
+OF_A_QUARTER = "--penalty.fraction 0.25"
+IN_FOUR = "--train.accumulation 4"
+ALONG_STEP = "--penalty.direction step"
 SETTINGS = {
     "no penalty": "--penalty.weight 0",
     "exact": "",
     "exact, attached": ATTACHED,
-    "quarter": QUARTER,
-    "quarter, attached": f"{QUARTER} {ATTACHED}",
-    "last": LAST,
-    "last, quarter": f"{LAST} {QUARTER}",
-    "exact, in four": FOUR,
-    "last, micro-batch": f"{FOUR} {LAST} {QUARTER} --penalty.draw micro-batches",
+    "quarter": OF_A_QUARTER,
+    "quarter, attached": f"{OF_A_QUARTER} {ATTACHED}",
+    "last": AT_LAST,
+    "last, quarter": f"{AT_LAST} {OF_A_QUARTER}",
+    "exact, in four": IN_FOUR,
+    "last, micro-batch": f"{IN_FOUR} {AT_LAST} {OF_A_QUARTER} --penalty.draw micro-batches",
     "exact, 0.03": "--penalty.weight 0.03",
-    "step, 0.1": STEP,
-    "step, 0.03": f"{STEP} --penalty.weight 0.03",
-    "step, 0.01": f"{STEP} --penalty.weight 0.01",
-    "last, step, 0.03": f"{LAST} {STEP} --penalty.weight 0.03",
+    "step, 0.1": ALONG_STEP,
+    "step, 0.03": f"{ALONG_STEP} --penalty.weight 0.03",
+    "step, 0.01": f"{ALONG_STEP} --penalty.weight 0.01",
+    "last, step, 0.03": f"{AT_LAST} {ALONG_STEP} --penalty.weight 0.03",
 }
 """Options of the trainer; lambda is 0.1 unless it is said. "in four" has four micro-batches a step,
 each with a depth of its own, and "micro-batch" the penalty on one of them."""
@@ -97,13 +98,14 @@ def judge(folder: Path, last: int) -> dict[str, Any]:
     steps = steps[-last:]
     accuracies, radii = [], []
     for step in steps:
-        model, config = load_model(folder, step)
-        data = AdditionData(config.data)
-        accuracies.append(evaluate(model, data, TURNS))
-        radii.append(spectra(model.eval(), data.batch("test", torch.arange(32)).tokens))
+        source = find_model(folder, step)
+        loop, sums = source.family.loop(load_model(source)), open_data(source).held_out
+        assert sums is not None
+        accuracies.append(evaluate(loop, sums, JUDGED_TURNS))
+        radii.append(spectra(loop.model, sums.batch(np.arange(32)).tokens))
     return {
         "checkpoints": steps,
-        "accuracy": {t: statistics.fmean(a[t] for a in accuracies) for t in TURNS},
+        "accuracy": {t: statistics.fmean(a[t] for a in accuracies) for t in JUDGED_TURNS},
         "radius": {t: statistics.fmean(r[t] for r in radii) for t in RADIUS_TURNS},
     }
 

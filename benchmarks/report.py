@@ -12,7 +12,7 @@ import torch
 Row = dict[str, Any]
 FULL = "out of memory"
 
-COLUMNS: dict[str, tuple[str, str]] = {
+WAY_COLUMNS: dict[str, tuple[str, str]] = {
     "ms": ("ms", ".2f"),
     "spread": ("spread", ".1%"),
     "ratio": ("ratio", ".2f"),
@@ -28,7 +28,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
 """Fields of a row that have a column, with its heading and format; others are in the JSON alone."""
 
 
-def table(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> str:
+def table(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = WAY_COLUMNS) -> str:
     """Rows of figures as text. A cell may be words; a row that only says why it is missing says it;
     a row that is `wrong` is marked."""
     used = [key for key in columns if any(row.get(key) is not None for row in rows.values())]
@@ -58,7 +58,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join([f"{first:<{widths[0]}}", *shown]).rstrip()
 
 
-def show(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = COLUMNS) -> None:
+def show(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = WAY_COLUMNS) -> None:
     """Print the table at once."""
     print(table(rows, columns), flush=True)
 

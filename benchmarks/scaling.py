@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from benchmarks import growth
-from benchmarks.block import checked_backend, rows_of
-from benchmarks.blocks import Shape, build
+from benchmarks.block import way_rows
+from benchmarks.blocks import Shape, build_block
 from benchmarks.report import FULL, Row, reason, show, write
 from benchmarks.ways import OURS
 from stars_fast import ops
@@ -24,8 +24,7 @@ from stars_fast.base import machine
 from stars_fast.base.optional import need
 from stars_fast.base.plots import COLOURS, MARKERS
 
-WAYS = ("plain", "dual", "double_backward", "func_jvp")
-REPEATS = 10
+SCALED_WAYS = ("plain", "dual", "double_backward", "func_jvp")
 AXES = {
     "length": "tokens of a sample",
     "layers": "layers",
@@ -61,45 +60,40 @@ _SMALL = (
 )
 
 Points = dict[int, dict[str, Row]]
-"""Of an axis: value -> way -> figures."""
+"""Points of an axis: value -> way -> figures."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of this level alone."""
     parser.add_argument("--out", default="scaling", metavar="DIR", help="(default: scaling)")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}"
-    )
-    parser.add_argument(
-        "--backend", choices=ops.BACKENDS, help="force one for our ops (default: the best)"
-    )
-    parser.add_argument(
-        "--memory-limit",
-        type=float,
-        metavar="MIB",
-        help="of a pass (default: 80 %% of what is free)",
+        "--ways",
+        nargs="+",
+        choices=SCALED_WAYS,
+        default=SCALED_WAYS,
+        metavar="WAY",
+        help=f"of {', '.join(SCALED_WAYS)}",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure; 1 if our way is wrong or fails.
 
-    Raises ConfigError if the backend is not here, or matplotlib.
+    Raises:
+        ConfigError: the backend is not here, or matplotlib.
     """
     need("matplotlib", "figures of bench scaling")
     dtype = getattr(torch, options.dtype)
     base, axes = _SMALL if options.small else _CUDA if options.device == "cuda" else _CPU
     names = ["plain", *(name for name in options.ways if name != "plain")]
-    repeats = options.repeats or (2 if options.small else REPEATS)
     limit = growth.limit_mib(options.device, options.memory_limit)
-    backend = checked_backend(options.backend)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Points] = {}
     known: dict[Shape, dict[str, Row]] = {}
     for axis, shape, value in _points(base, axes):
         if shape not in known:
-            known[shape] = _point(names, shape, options.device, dtype, repeats, limit, backend)
+            known[shape] = _point(names, shape, dtype, limit, options)
             print(f"\n{axis} {value}")
             show(known[shape])
         found.setdefault(axis, {})[value] = known[shape]
@@ -139,18 +133,16 @@ def _points(base: Shape, axes: Mapping[str, Sequence[int]]) -> Iterator[tuple[st
 def _point(
     names: Sequence[str],
     shape: Shape,
-    device: str,
     dtype: torch.dtype,
-    repeats: int,
     limit: float,
-    backend: str | None,
+    options: argparse.Namespace,
 ) -> dict[str, Row]:
     """Time, ratio, error and memory of each way at one size."""
     memory: dict[str, float] = {}
     failed: dict[str, Row] = {}
     for name in names:
         try:
-            mib = growth.growth(name, shape, device, dtype, limit, backend)
+            mib = growth.way_growth(name, shape, options.device, dtype, limit, options.backend)
         except RuntimeError as error:
             failed[name] = {"failed": reason(error)}
         else:
@@ -160,9 +152,9 @@ def _point(
                 memory[name] = mib
     if "plain" in failed:
         return {name: failed.get(name, {"failed": "plain failed"}) for name in names}
-    block, h, u = build(shape, device, dtype)
-    with ops.backend(backend):
-        rows = rows_of(list(memory), shape, block, h, u, repeats)
+    block, h, u = build_block(shape, options.device, dtype)
+    with ops.backend(options.backend):
+        rows = way_rows(list(memory), shape, block, h, u, options.repeats)
     for name, row in rows.items():
         row["mib"] = memory[name]
     return {name: failed.get(name) or rows[name] for name in names}

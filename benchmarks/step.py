@@ -14,21 +14,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.agreement import DisagreementError, check
+from benchmarks.agreement import DisagreementError, check_agreement
+from benchmarks.machine import usual_precision
 from benchmarks.report import FULL, Row, reason, show, write
-from benchmarks.step_cases import CASES
+from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.timing import in_its_own_process, interleaved, process_growth, ratio
-from benchmarks.workload import MICROS, SHAPES
+from benchmarks.workload import MICROS, MODEL_SIZES
 from stars_fast.base.machine import describe
 from stars_fast.base.optional import need
 from stars_fast.training.run.metrics import peak_flops
 from stars_fast.training.step.precision import PRECISIONS
 
-PRECISION = {"cpu": "float32", "cuda": "mixed"}
-REPEATS = 10
-
-COLUMNS = {
+STEP_COLUMNS = {
     "seconds": ("s", ".4f"),
     "spread": ("spread", ".0%"),
     "turns": ("turns", ".2f"),
@@ -44,14 +42,14 @@ COLUMNS = {
 }
 
 
-def measure(
+def measure_steps(
     shape: str,
     device: str,
     precision: str,
     tokens: int | None = None,
-    repeats: int = REPEATS,
+    repeats: int = 10,
     layers: int | None = None,
-    names: Sequence[str] = tuple(CASES),
+    names: Sequence[str] = tuple(STEP_CASES),
     memory: bool = False,
 ) -> dict[str, Any]:
     """Times of `repeats` steps of each of the cases `names`, with what they are over SFT.
@@ -83,8 +81,8 @@ def measure(
         DisagreementError: the published way does not compute what ours does.
     """
     bench = Bench(shape, device, precision, tokens, repeats, layers)
-    errors = check(bench.fields, bench.device, precision)
-    runs = {name: Steps(bench, CASES[name]) for name in names}
+    errors = check_agreement(bench.fields, bench.device, precision)
+    runs = {name: Steps(bench, STEP_CASES[name]) for name in names}
     for steps in runs.values():
         steps.prepare()
     alive = {name: steps for name, steps in runs.items() if steps.failed is None}
@@ -100,7 +98,7 @@ def measure(
         if memory and bench.device.type == "cpu" and "failed" not in rows[name]:
             try:
                 grown = in_its_own_process(
-                    "benchmarks.step:growth",
+                    "benchmarks.step:step_growth",
                     shape=shape,
                     name=name,
                     precision=precision,
@@ -136,15 +134,15 @@ def _add_ratios(rows: dict[str, Row], runs: Mapping[str, Steps]) -> None:
                 row[f"floor_{key}"] = round(row["gflop"] / rows[unit]["gflop"], 4)
 
 
-def growth(
+def step_growth(
     shape: str, name: str, precision: str, tokens: int | None, layers: int | None, threads: int
 ) -> float:
     """MiB that a step of a case adds to this process, which has run none of this size yet."""
     torch.set_num_threads(threads)
     # A step of nearly nothing leaves behind what is loaded once.
-    Steps(Bench("tiny", "cpu", precision, 32, 1, 1), CASES[name]).step(0)
+    Steps(Bench("tiny", "cpu", precision, 32, 1, 1), STEP_CASES[name]).step(0)
     bench = Bench(shape, "cpu", precision, tokens, 1, layers)
-    steps = Steps(bench, CASES[name])
+    steps = Steps(bench, STEP_CASES[name])
     return process_growth(lambda: steps.step(0))
 
 
@@ -153,7 +151,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         nargs="+",
-        choices=SHAPES,
+        choices=MODEL_SIZES,
         metavar="NAME",
         help="of tiny, small, ouro (default: tiny and small on the CPU, ouro on CUDA)",
     )
@@ -165,9 +163,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases",
         nargs="+",
-        choices=CASES,
+        choices=STEP_CASES,
         metavar="CASE",
-        help="of " + ", ".join(CASES) + " (default: all)",
+        help="of " + ", ".join(STEP_CASES) + " (default: all)",
     )
     parser.add_argument(
         "--memory", action="store_true", help="memory on the CPU too, in a process a case"
@@ -178,25 +176,26 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print, and write the JSON; 1 if the published way is not what ours is, or a case of
     ours fails for anything but memory.
 
-    Raises ConfigError without transformers.
+    Raises:
+        ConfigError: without transformers.
     """
     need("transformers", "the models of bench step")
     device = options.device
     shapes = options.shape or (["ouro"] if device == "cuda" else ["tiny", "small"])
-    tokens, repeats = options.tokens, options.repeats or REPEATS
+    tokens = options.tokens
     if options.small:
-        shapes, tokens, repeats = options.shape or ["tiny"], tokens or 64, options.repeats or 1
+        shapes, tokens = options.shape or ["tiny"], tokens or 64
     result: dict[str, Any] = {"level": "step", "machine": describe(device), "shapes": []}
     for shape in shapes:
         try:
-            found = measure(
+            found = measure_steps(
                 shape,
                 device,
-                options.precision or PRECISION[device],
+                options.precision or usual_precision(device),
                 tokens,
-                repeats,
+                options.repeats,
                 options.layers,
-                options.cases or tuple(CASES),
+                options.cases or tuple(STEP_CASES),
                 options.memory,
             )
         except DisagreementError as error:
@@ -204,12 +203,12 @@ def run(options: argparse.Namespace) -> int:
             return 1
         result["shapes"].append(found)
         print(f"{shape}, {found['layers']} layers, {found['precision']}")
-        show(found["methods"], COLUMNS)
+        show(found["methods"], STEP_COLUMNS)
         write(options.json, result)
     ours = [
         row
         for found in result["shapes"]
         for name, row in found["methods"].items()
-        if not CASES[name].published
+        if not STEP_CASES[name].published
     ]
     return 1 if any(row.get("failed", FULL) != FULL for row in ours) else 0

@@ -10,7 +10,7 @@ from stars_fast.training.step.methods import METHODS
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """A way to train.
 
     method: one of the trainer's. published: the published way, or ours. checkpointed: whether the
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def penalised(self) -> bool:
-        return METHODS[self.method].penalty is not None
+        return METHODS[self.method].penalised
 
 
 PAPER = {"sft": 1.0, "random-loop": 1.4976, "jsrr": 1.5317, "stars": 2.0439}
@@ -48,23 +48,23 @@ PENALTIES: dict[str, dict[str, Any]] = {
 """quarter is a quarter of the documents of each micro-batch, quarter-micro all those of a quarter
 of the micro-batches."""
 
-CASES = {
+STEP_CASES = {
     **{
-        f"published-{method}": Case(method, published=True, paper=paper)
+        f"published-{method}": StepCase(method, published=True, paper=paper)
         for method, paper in PAPER.items()
     },
-    "published-sft-kept": Case("sft", published=True, checkpointed=False),
-    "sft": Case("sft", paper=PAPER["sft"]),
-    "random-loop": Case("random-loop", paper=PAPER["random-loop"]),
+    "published-sft-kept": StepCase("sft", published=True, checkpointed=False),
+    "sft": StepCase("sft", paper=PAPER["sft"]),
+    "random-loop": StepCase("random-loop", paper=PAPER["random-loop"]),
     **{
-        method + ending: Case(method, penalty=penalty, paper=None if penalty else PAPER[method])
+        method + ending: StepCase(method, penalty=penalty, paper=None if penalty else PAPER[method])
         for method in ("jsrr", "stars")
         for ending, penalty in PENALTIES.items()
     },
 }
 
 
-def passes(case: Case, recomputed: bool) -> Passes:
+def passes(case: StepCase, recomputed: bool) -> Passes:
     """How a case runs its turns and its penalty; what the published way computes again counts or
     not."""
     if not case.published:

@@ -13,13 +13,13 @@ from torch import Tensor
 from benchmarks import published
 from benchmarks.floors import Document, Sizes, step_flops
 from benchmarks.report import Row, reason
-from benchmarks.step_cases import CASES, Case, passes
+from benchmarks.step_cases import STEP_CASES, StepCase, passes
 from benchmarks.timing import cuda_growth, summary
 from benchmarks.workload import (
+    FIXED_TURNS,
     LAW,
     MICROS,
-    SHAPES,
-    TURNS,
+    MODEL_SIZES,
     balanced_depths,
     one_by_one,
     packed_batches,
@@ -31,13 +31,13 @@ from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.config import RunConfig, config_from
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.fit_memory import fit_memory
-from stars_fast.training.step.jacobian import drawn, penalty_factor
 from stars_fast.training.step.optim import make_optimizer
-from stars_fast.training.step.step import StepLoss, plan_step, train_step
+from stars_fast.training.step.penalties.jacobian import jacobian_penalty
+from stars_fast.training.step.train_step import StepLoss, plan_step, train_step
 
 
 class Bench:
-    """What all cases share: the model, the optimiser with its averages, documents and depths.
+    """Shared by all cases: the model, the optimiser with its averages, documents and depths.
 
     Step 0 warms up and has the depths of step 1.
     """
@@ -51,7 +51,7 @@ class Bench:
         repeats: int,
         layers: int | None,
     ) -> None:
-        fields, longest = SHAPES[shape]
+        fields, longest = MODEL_SIZES[shape]
         self.fields = fields | ({} if layers is None else {"num_hidden_layers": layers})
         self.device, self.precision = torch.device(device), precision
         self.tokens, self.repeats = tokens or longest, repeats
@@ -68,7 +68,7 @@ class Bench:
         self.law = DepthLaw(**LAW)
         depths = balanced_depths(self.law, repeats, MICROS)
         self.depths = [depths[0], *depths]
-        self.optimizer = make_optimizer(self.config(CASES["sft"]).optim, self.model)
+        self.optimizer = make_optimizer(self.config(STEP_CASES["sft"]).optim, self.model)
         self.make_gradients()
         self.optimizer.step()  # and the averages
         self._documents = {
@@ -85,7 +85,7 @@ class Bench:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
 
-    def config(self, case: Case) -> Any:
+    def config(self, case: StepCase) -> Any:
         """The configuration of the trainer's run of a case."""
         return config_from(
             {
@@ -95,46 +95,47 @@ class Bench:
                 "optim": {"lr": 1e-6},
                 "train": {"steps": 1000, "batch_size": MICROS, "accumulation": MICROS},
                 "method": case.method,
-                "depth": LAW if case.random_depth else {"law": "fixed", "value": TURNS},
+                "depth": LAW if case.random_depth else {"law": "fixed", "value": FIXED_TURNS},
                 "penalty": case.penalty,
             }
         )
 
-    def turns(self, case: Case, step: int) -> list[int]:
-        """Of each micro-batch."""
+    def turns(self, case: StepCase, step: int) -> list[int]:
+        """Turns of each micro-batch."""
         return self._turns(case.random_depth, step)
 
     def _turns(self, random: bool, step: int) -> list[int]:
-        return self.depths[step] if random else [TURNS] * MICROS
+        return self.depths[step] if random else [FIXED_TURNS] * MICROS
 
-    def documents(self, case: Case, step: int) -> list[published.MicroBatch]:
-        """Of a step, one by one."""
+    def documents(self, case: StepCase, step: int) -> list[published.MicroBatch]:
+        """Documents of a step, one by one."""
         return self._documents[case.random_depth][step]
 
-    def mean_turns(self, case: Case) -> float:
-        return self.law.mean() if case.random_depth else float(TURNS)
+    def mean_turns(self, case: StepCase) -> float:
+        return self.law.mean() if case.random_depth else float(FIXED_TURNS)
 
     def real_tokens(self, step: int) -> int:
         return sum(batch.real_tokens for batch in self.windows[step])
 
-    def flops(self, case: Case, step: int, turns: Sequence[float], recomputed: bool) -> float:
-        """Of a step by formula, at these turns of its micro-batches; what the published way
+    def flops(self, case: StepCase, step: int, turns: Sequence[float], recomputed: bool) -> float:
+        """FLOPs of a step by formula, at these turns of its micro-batches; what the published way
         computes again counts or not."""
         config = self.config(case)
         documents, positions = [], 0
         for batch, depth in zip(self.windows[step], turns, strict=True):
-            lengths = batch.samples.lengths(batch.tokens.shape[1])
+            lengths = batch.samples.lengths
             chosen = _penalised(case, batch, config, step)
             documents += [Document(n, depth, i in chosen) for i, n in enumerate(lengths)]
             positions += batch.real_tokens if case.published else len(batch.labels)
         return step_flops(self.sizes, documents, positions, passes(case, recomputed))
 
 
-def _penalised(case: Case, batch: MicroBatch, config: RunConfig, step: int) -> set[int]:
+def _penalised(case: StepCase, batch: MicroBatch, config: RunConfig, step: int) -> set[int]:
     """Which documents of a micro-batch have the penalty in a step."""
-    if not case.penalised or penalty_factor(batch, config, step) == 0:
+    penalty = jacobian_penalty(config)
+    if not case.penalised or penalty.factor(batch, step) == 0:
         return set()
-    part = None if case.published else drawn(batch, config, step)
+    part = None if case.published else penalty.drawn(batch, step)
     return set(range(batch.samples.count)) if part is None else set(part.chosen)
 
 
@@ -142,7 +143,7 @@ class Steps:
     """The steps of one case; a call is the next one. `failed` says why there are no more; `at_mean`
     are the seconds of each at the mean of the depth law, once `row` was asked for."""
 
-    def __init__(self, bench: Bench, case: Case) -> None:
+    def __init__(self, bench: Bench, case: StepCase) -> None:
         self.bench = bench
         self.case = case
         self.next = 0
@@ -197,7 +198,7 @@ class Steps:
         if not self.case.published:
             window = bench.windows[step]
             return train_step(self.loss, bench.optimizer, config, window, plan, self.world).loss
-        return published.train_step(
+        return published.published_step(
             self.published,
             bench.optimizer,
             bench.documents(self.case, step),

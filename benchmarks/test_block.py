@@ -5,10 +5,10 @@ from functools import cache, partial
 import pytest
 
 from benchmarks import ways
-from benchmarks.blocks import SHAPES, Shape, build
+from benchmarks.blocks import SHAPES, Shape, build_block
 from benchmarks.counting import count
 
-SIZES = {
+SUITE_SHAPES = {
     "cpu": {
         "pre-norm": Shape(128, 4, 352, layers=2, batch=2, length=256),
         "sandwich": Shape(128, 4, 352, layers=2, batch=2, length=256, kind="sandwich"),
@@ -20,12 +20,12 @@ SIZES = {
 
 @cache
 def made(name, device, dtype):
-    block, h, u = build(SIZES[device][name], device, dtype)
+    block, h, u = build_block(SUITE_SHAPES[device][name], device, dtype)
     return block, h, u, ways.Exact(block, h, u)
 
 
 @pytest.mark.parametrize("way", ways.WAYS)
-@pytest.mark.parametrize("name", SIZES["cpu"])
+@pytest.mark.parametrize("name", SUITE_SHAPES["cpu"])
 def test_block(timed, device, dtype, name, way):
     why = ways.missing(way, device)
     if why:
@@ -34,6 +34,6 @@ def test_block(timed, device, dtype, name, way):
     loss = ways.bind(way, block)
     error = exact.error(way, loss)
     assert error <= ways.tolerance(way, dtype)
-    run = partial(ways.both, loss, block, h, u)
+    run = partial(ways.forward_backward, loss, block, h, u)
     flops, moved = count(run)
     timed(run, name, rounds=5, error=error, gflop=flops / 1e9, gbyte=moved / 1e9)

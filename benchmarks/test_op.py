@@ -6,18 +6,18 @@ from benchmarks import cases, op
 from benchmarks.counting import count
 from stars_fast.ops import library
 
-CASES = (*op.OPS[:-1], *(f"attention-{shape}" for shape in "1234"))
+CASE_NAMES = (*op.OPS[:-1], *(f"attention-{shape}" for shape in "1234"))
 
 
 @pytest.fixture(scope="session")
 def sized(device):
     """(timed, checked) at the sizes of the device."""
-    return op.cases(device, small=False)
+    return op.op_cases(device, small=False)
 
 
 @pytest.mark.parametrize("direction", op.DIRECTIONS)
 @pytest.mark.parametrize("way", ["plain", *library.BACKENDS])
-@pytest.mark.parametrize("place", range(len(CASES)), ids=CASES)
+@pytest.mark.parametrize("place", range(len(CASE_NAMES)), ids=CASE_NAMES)
 def test_op(timed, sized, device, dtype, place, way, direction):
     case, checked = sized[place]
     stacks = [t.to(device, dtype) for t in case.stacks]

@@ -6,9 +6,9 @@ pytest benchmarks/test_step.py --benchmark-only
 import pytest
 import torch
 
-from benchmarks.agreement import check
-from benchmarks.step import PRECISION
-from benchmarks.step_cases import CASES
+from benchmarks.agreement import check_agreement
+from benchmarks.machine import usual_precision
+from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.timing import waiter
 from stars_fast.training.step.precision import PRECISIONS
@@ -18,11 +18,11 @@ ROUNDS = 5
 
 @pytest.fixture(scope="module")
 def bench(request):
-    """What the cases share, once the published way has been seen to compute what ours does."""
+    """Shared by the cases, once the published way has been seen to compute what ours does."""
     device = request.config.getoption("--bench-device", default="cpu")
     precision = precision_of(device, request.config.getoption("--bench-dtype", default=None))
     shared = Bench("tiny", device, precision, tokens=None, repeats=ROUNDS, layers=None)
-    check(shared.fields, torch.device(device), precision)
+    check_agreement(shared.fields, torch.device(device), precision)
     return shared
 
 
@@ -32,12 +32,12 @@ def precision_of(device, dtype):
         raise pytest.UsageError(
             f"--bench-dtype: expected float32 or bfloat16 for whole steps, got {dtype}"
         )
-    return dtype or PRECISION[device]
+    return dtype or usual_precision(device)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEP_CASES)
 def test_step(benchmark, bench, name):
-    case = CASES[name]
+    case = STEP_CASES[name]
     steps = Steps(bench, case)
     steps.prepare()
     assert steps.failed is None, steps.failed

@@ -78,7 +78,7 @@ def device_clock(device: torch.device | str) -> Clock:
 
 
 def waiter(device: torch.device | str) -> Callable[[], None]:
-    """What waits for all work on `device`."""
+    """A function that waits for all work on `device`."""
     return torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
 
 
@@ -93,7 +93,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def ratio(seconds: Sequence[float], unit: Sequence[float]) -> float:
-    """What one way takes over another, timed in turns: the median over the rounds, each of which
+    """Time of one way over another, timed in turns: the median over the rounds, each of which
     compares neighbours in time."""
     return statistics.median(s / u for s, u in zip(seconds, unit, strict=True))
 
@@ -128,9 +128,10 @@ def _peak_kib() -> int:
 
 
 def in_its_own_process(function: str, timeout: float | None = None, **arguments: Any) -> Any:
-    """What `function` ("module:name") returns for the arguments, all of it as JSON.
+    """Result of `function` ("module:name") for the arguments, all of it as JSON.
 
-    Raises RuntimeError with the last line of what the process said, or its signal, if it fails.
+    Raises:
+        RuntimeError: it failed; with the last line of what the process said, or its signal.
     """
     words = [sys.executable, "-m", "benchmarks.timing", function, json.dumps(arguments)]
     try:

@@ -27,11 +27,12 @@ from torch import Tensor
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import HostBatch
-from stars_fast.data.samples import Samples
+from stars_fast.data.kinds import OpenData
 from stars_fast.models.ouro.losses import next_tokens
-from stars_fast.training import ouro
+from stars_fast.tokens import packed_tokens, padded_tokens
 from stars_fast.training.config import config_from
 from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.run.task import Task
 from stars_fast.training.run.trainer import Trainer
 from stars_fast.training.scale.distributed import processes
 
@@ -57,7 +58,8 @@ def transformers_rate(
     used in their order and over again; `accumulation` of them make a step. The model runs at the
     checkpoint's own number of turns, on the CPU.
 
-    Raises ValueError if `micros` is not a whole number of steps, or without a warm-up.
+    Raises:
+        ValueError: `micros` is not a whole number of steps, or without a warm-up.
     """
     steps, warmup, accumulation = size
     from torch.utils.data import DataLoader
@@ -124,9 +126,9 @@ class Given:
         real = mask.bool()
         targets = next_tokens(labels, real)
         if not self.packing:
-            return HostBatch(tokens, targets, Samples(len(rows), real))
-        bounds = torch.cat([torch.zeros(1, dtype=torch.int64), mask.sum(1).cumsum(0)])
-        return HostBatch(tokens[real][None], targets[real][None], Samples(len(rows), None, bounds))
+            return HostBatch(tokens, targets, padded_tokens(real))
+        samples = packed_tokens(mask.sum(1).tolist())
+        return HostBatch(tokens[real][None], targets[real][None], samples)
 
 
 def our_rate(
@@ -140,10 +142,9 @@ def our_rate(
 
     steps, warmup, accumulation = size
 
-    class Task(ouro.Task):
-        def _data(self):
-            self.info = "given micro-batches"
-            return Given(micros, packing), None
+    class GivenTask(Task):
+        def _open(self):
+            return OpenData(Given(micros, packing), None, "samples")
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as world:
         config = config_from(
@@ -162,10 +163,9 @@ def our_rate(
             }
         )  # fmt: skip
         run = RunFolder(config.out)
-        task = Task(config, world)
+        task = GivenTask(config, world)
         trainer = Trainer(config, task, run, world)
         trainer._draw = lambda *_: None
-        run.open(config, 1)
         trainer.run()
         rows = read_metrics(run.metrics)
     done = [row["tokens"] for row in rows]

@@ -34,7 +34,7 @@ from stars_fast.ops.triton.tiles import JOINT_WIDTH, Tile
 HEADS = 16
 
 
-def kernels(width: int) -> tuple[str, ...]:
+def tuned_kernels(width: int) -> tuple[str, ...]:
     keys = ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k")
     return ("forward", *keys, "queries")
 
@@ -47,7 +47,7 @@ def candidates(present: Tile, small: bool) -> list[Tile]:
     return [present, *(tile for tile in all_tiles if tile != present)]
 
 
-class Case:
+class TiledAttention:
     """Inputs, and the table of tiles that their kernels are picked from."""
 
     def __init__(self, options: argparse.Namespace, length: int) -> None:
@@ -100,10 +100,12 @@ class Case:
 def compile_part(options: argparse.Namespace, part: int, parts: int) -> None:
     """Fill the cache of compiled kernels with every `parts`-th candidate."""
     width = options.width
-    case = Case(options, min(options.length, 256))
+    case = TiledAttention(options, min(options.length, 256))
     table = case.table
     work = [
-        (k, tile) for k in kernels(width) for tile in candidates(table[k, width], options.small)
+        (k, tile)
+        for k in tuned_kernels(width)
+        for tile in candidates(table[k, width], options.small)
     ]
     for kernel, tile in work[part::parts]:
         before, table[kernel, width] = table[kernel, width], tile
@@ -120,10 +122,10 @@ def compile_part(options: argparse.Namespace, part: int, parts: int) -> None:
 def compiled(options: argparse.Namespace) -> set[tuple[Any, ...]]:
     """The candidates that compile within the time, by processes beside each other."""
     if options.small:  # the interpreter compiles nothing
-        table = Case(options, 16).table
+        table = TiledAttention(options, 16).table
         return {
             (k, *tile)
-            for k in kernels(options.width)
+            for k in tuned_kernels(options.width)
             for tile in candidates(table[k, options.width], True)
         }
     count = max(1, (os.cpu_count() or 2) - 1)
@@ -151,8 +153,8 @@ def tune(options: argparse.Namespace, found: Callable[[str, dict[str, Any]], Non
     soon as it has been timed. The best tiles stay in the table of this process."""
     end = time.monotonic() + options.until
     known = compiled(options)
-    case, width = Case(options, options.length), options.width
-    for kernel in kernels(width):
+    case, width = TiledAttention(options, options.length), options.width
+    for kernel in tuned_kernels(width):
         present, timed = case.table[kernel, width], []
         for tile in candidates(present, options.small):
             late = timed and time.monotonic() > end
@@ -167,7 +169,7 @@ def tune(options: argparse.Namespace, found: Callable[[str, dict[str, Any]], Non
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; `Case` and `tune` take them."""
+    """The options; `TiledAttention` and `tune` take them."""
     found = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     found.add_argument("--width", type=int, default=128, choices=(64, 128, 256))
     found.add_argument("--length", type=int, default=4096)

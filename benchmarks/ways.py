@@ -38,7 +38,7 @@ Way = Callable[[nn.Module, Tensor, Tensor], Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def penalty(j: Tensor) -> Tensor:
+def mean_square(j: Tensor) -> Tensor:
     return j.float().square().mean() if j.dtype != torch.float64 else j.square().mean()
 
 
@@ -65,28 +65,28 @@ def double_backward(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
     x = h.detach().requires_grad_()
     with sdpa_kernel(SDPBackend.MATH):
         (j,) = torch.autograd.grad(block(x), x, u, create_graph=True)
-        return penalty(j)
+        return mean_square(j)
 
 
 def autograd_jvp(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        return penalty(torch.autograd.functional.jvp(block, h, u, create_graph=True)[1])
+        return mean_square(torch.autograd.functional.jvp(block, h, u, create_graph=True)[1])
 
 
 def func_jvp(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH), _norms(block, h):
-        return penalty(torch.func.jvp(block, (h,), (u,))[1])
+        return mean_square(torch.func.jvp(block, (h,), (u,))[1])
 
 
 def finite_difference(block: nn.Module, h: Tensor, u: Tensor, step: float = 1e-2) -> Tensor:
-    return penalty((block(h + step * u) - block(h)) / step)
+    return mean_square((block(h + step * u) - block(h)) / step)
 
 
 def jvp_flash_attention(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
     package = import_module("jvp_flash_attention.jvp_attention")
     attend = partial(package.JVPAttn.fwd_dual, causal=True)
     with attending(block, attend), _norms(block, h):
-        return penalty(torch.func.jvp(block, (h,), (u,))[1])
+        return mean_square(torch.func.jvp(block, (h,), (u,))[1])
 
 
 def _norms(block: nn.Module, h: Tensor) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ def _norms(block: nn.Module, h: Tensor) -> AbstractContextManager[None]:
 def _func_last(block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         pair = torch.func.jvp(block, (h,), (u,))
-        return token_loss(pair[0], u) + penalty(pair[1])
+        return token_loss(pair[0], u) + mean_square(pair[1])
 
 
 WAYS: dict[str, Way] = {
@@ -198,7 +198,7 @@ def gradient(loss: Loss, block: nn.Module, h: Tensor, u: Tensor) -> Tensor:
 
 
 def _scale(h: Tensor) -> int:
-    """Of the loss: cotangents of a mean over many are too small for fp16."""
+    """Factor of the loss: cotangents of a mean over many are too small for fp16."""
     return h.numel() if h.dtype == torch.float16 else 1
 
 
@@ -225,7 +225,7 @@ class Exact:
         return ((mine - truth).norm() / truth.norm()).item()
 
 
-def both(loss: Loss, block: nn.Module, h: Tensor, u: Tensor) -> None:
+def forward_backward(loss: Loss, block: nn.Module, h: Tensor, u: Tensor) -> None:
     """Forward and backward; the block keeps its gradients."""
     block.zero_grad(set_to_none=True)
     (_scale(h) * loss(h, u)).backward()

@@ -1,4 +1,4 @@
-"""What the training steps that are compared work on: model sizes, documents and depths."""
+"""Work of the training steps that are compared: model sizes, documents and depths."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from stars_fast.training.step.precision import parameter_dtype
 MICROS = 4
 """Micro-batches of a step, each a row of packed documents."""
 
-TURNS = 4
-"""Of the methods with a fixed number."""
+FIXED_TURNS = 4
+"""Turns of the methods with a fixed number."""
 
 LAW: dict[str, Any] = {"law": "lognormal", "mu": 1.7, "sigma": 0.4, "high": 16}
 """The paper's law of the number of turns, with a mean of 5.92."""
 
 
-class Shape(NamedTuple):
+class ModelSize(NamedTuple):
     """Fields of an `OuroConfig`, and the most tokens of a row and of a document."""
 
     model: dict[str, Any]
     tokens: int
 
 
-SHAPES = {
-    "tiny": Shape(
+MODEL_SIZES = {
+    "tiny": ModelSize(
         {
             "vocab_size": 320,
             "hidden_size": 64,
@@ -45,7 +45,7 @@ SHAPES = {
         },
         512,
     ),
-    "small": Shape(
+    "small": ModelSize(
         {
             "vocab_size": 2048,
             "hidden_size": 256,
@@ -55,7 +55,7 @@ SHAPES = {
         },
         512,
     ),
-    "ouro": Shape({}, 2048),
+    "ouro": ModelSize({}, 2048),
 }
 """tiny is the model of the recipe ouro-tiny, small one whose arithmetic outweighs Python on a CPU,
 ouro is Ouro-1.4B."""
@@ -103,7 +103,9 @@ def one_by_one(window: Sequence[MicroBatch], turns: Sequence[int]) -> list[publi
     for batch, depth in zip(window, turns, strict=True):
         targets = torch.full_like(batch.tokens, IGNORE)
         targets.view(-1)[batch.positions] = batch.labels
-        pairs = zip(batch.samples.parts(batch.tokens), batch.samples.parts(targets), strict=True)
+        pairs = zip(
+            batch.samples.per_sample(batch.tokens), batch.samples.per_sample(targets), strict=True
+        )
         for tokens, labels in pairs:
             found.append(published.MicroBatch(_row(tokens), _row(labels), depth))
     return found

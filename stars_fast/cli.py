@@ -56,7 +56,7 @@ def _run(words: list[str]) -> int:
 
 
 def _of_a_clone(name: str, words: list[str]) -> int:
-    """What a clone of the repository has beside the package."""
+    """Run a command that a clone of the repository has beside the package."""
     from stars_fast.base.errors import ConfigError
 
     module, clone = _OF_A_CLONE[name], Path(__file__).resolve().parents[1]
@@ -145,7 +145,7 @@ def _train(words: list[str]) -> int:
 
 
 def _check_resume(path: str) -> None:
-    """Raises ConfigError for a folder that holds nothing to continue."""
+    """Raise ConfigError for a folder that holds nothing to continue."""
     from stars_fast.base.errors import ConfigError
     from stars_fast.base.run_folder import RunFolder
     from stars_fast.training.run.folder import nothing_to_resume
@@ -156,8 +156,9 @@ def _check_resume(path: str) -> None:
 
 def _train_help() -> str:
     from stars_fast.base import tree
-    from stars_fast.training.addition import FROM_DATA
-    from stars_fast.training.config import TASKS, task_of
+    from stars_fast.data.kinds import kinds
+    from stars_fast.models.families import families
+    from stars_fast.training.config import config_class
     from stars_fast.training.step.methods import METHODS
 
     lines = [
@@ -171,24 +172,24 @@ def _train_help() -> str:
         "",
         "fields, by dotted path or by their last name where it is unique:",
     ]
-    shared = None
-    for task in TASKS:
-        fields = tree.leaves(task_of({"task": task}).Config)
-        known = {path: field.help for path, field in fields.items()} if shared is None else shared
+    pairs = [(family, kind) for kind in kinds() for family in families()]
+    from_data = {f"model.{name}" for each in families().values() for name in each.from_data}
+    shown: set[tuple[str, str]] = set()
+    for pair in pairs:
         section = None
-        for path, field in fields.items():
-            if shared is not None and shared.get(path) == field.help:
+        for path, field in tree.leaves(config_class(*pair)).items():
+            if (path, field.help) in shown:
                 continue
+            shown.add((path, field.help))
             if path.rpartition(".")[0] != section:
                 section = path.rpartition(".")[0]
                 lines.append("")
             default = (
                 "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
             )
-            default = " (default from the data)" if path in FROM_DATA else default
+            default = " (default from the data)" if path in from_data else default
             lines.append(f"  --{path} {tree.type_name(field.type)}")
             lines.append(f"      {field.help}{default}".rstrip())
-        shared = known
     return "\n".join([*lines, "", _EXAMPLES])
 
 

@@ -21,8 +21,9 @@ from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.dual.graphed_block import GraphedBlock
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.repeatable import repeatable
+from stars_fast.ops.sample_norms import SampleNorms, sample_norms
 from stars_fast.ops.seed import can_seed
-from stars_fast.rows import Rows, choose_rows, take_rows
+from stars_fast.tokens import take_rows
 
 Block = Callable[..., Any]
 
@@ -196,49 +197,59 @@ def fused_jsrr(
         )
     if detach:
         h = h.detach()
-    rows = Rows.of(h, mask, cu_seqlens)
+    samples = sample_norms(h, mask, cu_seqlens)
     if v is not None:
         _check_v(v, h)
 
     if fraction < 1.0:
-        chosen = choose_rows(rows.count, fraction, generator, h.device)
+        chosen = _chosen_rows(samples.count, fraction, generator, h.device)
         if cu_seqlens is None and not return_output:
             length = h.shape[1]
             size = h.shape[0]
-            h, rows = h[chosen], rows.take(chosen)
+            h, samples = h[chosen], samples.cut_out(chosen)
             v = None if v is None else v[chosen]
             args, kwargs = take_rows((args, kwargs), chosen, size, length)
         else:
-            rows = rows.keep(chosen)
+            samples = samples.count_only(chosen)
 
-    stack = _seed(h, v, rows, normalize, generator)
+    stack = _seed(h, v, samples, normalize, generator)
     block = block if power_steps == 1 else repeatable(block)
     for _ in range(power_steps - 1):
         with torch.set_grad_enabled(torch.is_grad_enabled() and through_power_steps):
             jv = _pass(block, stack, args, kwargs)[1]
             _check_output(jv, h)
-            u = rows.unit_rms(jv.to(rows.dtype), normalize)
+            u = samples.unit_rms(jv.to(samples.dtype), normalize)
             stack = stack_pair(h, u.to(h.dtype))
     output, jv = _pass(block, stack, args, kwargs)
     _check_output(jv, h)
-    loss = rows.mean_square(jv, normalize)
+    loss = samples.mean_square(jv, normalize)
     return (output, loss) if return_output else loss
 
 
 def _seed(
     h: Tensor,
     v: Tensor | None,
-    rows: Rows,
+    samples: SampleNorms,
     normalize: str,
     generator: torch.Generator | None,
 ) -> Tensor:
     """[2, *h.shape]: h and the direction, of unit RMS on each sample."""
     if v is None and can_seed(h) and not h.requires_grad:
-        stack = rows.seeded(h, generator, normalize)
+        stack = samples.seeded(h, generator, normalize)
         return stack if h.is_contiguous() else stack_pair(h, stack[1])
     if v is None:
-        v = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
-    return stack_pair(h, rows.unit_rms(v.to(rows.dtype), normalize).to(h.dtype))
+        v = torch.randn(h.shape, generator=generator, device=h.device, dtype=samples.dtype)
+    return stack_pair(h, samples.unit_rms(v.to(samples.dtype), normalize).to(h.dtype))
+
+
+def _chosen_rows(
+    count: int, fraction: float, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """Sorted indices of round(fraction * count) samples, at least one, without replacement."""
+    number = max(1, round(fraction * count))
+    where = generator.device if generator is not None else device
+    order = torch.randperm(count, generator=generator, device=where)
+    return order[:number].sort().values.to(device)
 
 
 def _check_h(h: Any) -> None:

@@ -18,7 +18,7 @@ from studies.definition import (
     study_runs,
 )
 from studies.outcome import write_outcome
-from studies.runner import check_folders, note_of, record, status, train_runs
+from studies.runner import check_folders, note_of, run_entry, status, train_runs
 
 _EXAMPLES = """\
 examples:
@@ -34,7 +34,8 @@ def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code: 0, 1 if not all runs were trained, 128 + signal if
     stopped.
 
-    Raises SystemExit or ConfigError for a mistake in the options.
+    Raises:
+        SystemExit, ConfigError: a mistake in the options.
     """
     options, overrides = options_of(words)
     if options.name is None or options.list:
@@ -49,8 +50,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def options_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the words that set fields of all runs. Raises SystemExit for a mistake, or
-    for --help."""
+    """The options, and the words that set fields of all runs.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
     parser = argparse.ArgumentParser(
         "python -m studies",
         description="Train the runs of a study that are not done yet, judge them, and write a "
@@ -88,7 +92,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def listing(names: Sequence[str], scale: str) -> str:
-    """What the studies ask, and their runs at a scale."""
+    """Questions of the studies, and their runs at a scale."""
     lines = []
     for name in names:
         study = read_study(name)
@@ -112,7 +116,7 @@ def _study(options: argparse.Namespace, overrides: list[str]) -> int:
         world.together(lambda: check_folders(runs) if world.first else None)
         stopped = train_runs(chosen, world)
         if world.first:
-            records = [record(run, world) for run in runs]
+            records = [run_entry(run, world) for run in runs]
             print("\n" + write_outcome(study, options.scale, out, records, overrides))
             print(f"written: study.json, table.md and, of finished runs, figure.png in {out}")
             if stopped:

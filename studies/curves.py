@@ -13,8 +13,8 @@ NOT_CURVES = ("levels", "overrides", "machine")
 
 
 @dataclass(frozen=True)
-class Result:
-    """What the runs of one setting came to.
+class SettingCurves:
+    """Curves of the runs of one setting.
 
     levels: the level of each factor.
     seeds: number of runs.
@@ -44,8 +44,10 @@ class Result:
         return "accuracy" if "accuracy" in self.median else next(iter(self.median))
 
 
-def gather(records: Sequence[Mapping[str, Any]], failed_as_wrong: bool = False) -> list[Result]:
-    """The results of the records of `runner.record` that are done, in their order.
+def gather(
+    records: Sequence[Mapping[str, Any]], failed_as_wrong: bool = False
+) -> list[SettingCurves]:
+    """The results of the records of `runner.run_entry` that are done, in their order.
 
     Of the figures those that all of them have; no result if there is none. With `failed_as_wrong`
     (of addition) runs that failed count too, with an accuracy of 0 at every number of turns; the
@@ -72,7 +74,7 @@ def _figures(entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> Result:
+def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> SettingCurves:
     first = entries[0]
     curves = {name: found for name in figures if (found := [e[name] for e in entries if name in e])}
     over = {
@@ -83,7 +85,7 @@ def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> Result:
         for how, pick in (("median", statistics.median), ("low", min), ("high", max))
     }
     seconds = [entry["seconds"] for entry in entries if "seconds" in entry]
-    return Result(
+    return SettingCurves(
         first["levels"],
         len(entries),
         max(round(first["depth"]), 1),
@@ -110,7 +112,7 @@ def distance(one: Curve, other: Curve, first: int) -> float:
     return mean_over({t: abs(one[t] - other[t]) for t in one}, first)
 
 
-def growth(result: Result) -> float:
+def growth(result: SettingCurves) -> float:
     """Size of the state after the most turns over that after the trained depth."""
     rms = result.median["rms"]
     return rms[max(rms)] / rms[result.depth]

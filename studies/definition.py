@@ -1,4 +1,4 @@
-"""What a study is: YAML of the package, read into runs with a label and a configuration each.
+"""Definition of a study: YAML read into runs with a label and a configuration each.
 
     title, asks         one line each
     panels              the factor that the figure has one panel for each level of; none for one
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from stars_fast.base import tree
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
-from stars_fast.training.config import RunConfig, config_from, parse_overrides, task_of
+from stars_fast.training.config import RunConfig, config_from, parse_overrides
 from stars_fast.training.recipes import read_recipe
 from studies.findings import FINDINGS
 
@@ -29,7 +29,7 @@ OWN = ("seed", "out", "name")
 """Fields that the study sets for each run."""
 
 
-class Cell(NamedTuple):
+class StudyCell(NamedTuple):
     """One of the compared settings: the level of each factor, and the fields they stand for."""
 
     levels: dict[str, str]
@@ -46,7 +46,7 @@ class Scale:
 
     base: str
     settings: dict[str, Any]
-    cells: list[Cell]
+    cells: list[StudyCell]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,11 @@ def study_names() -> list[str]:
 
 
 def read_study(name: str) -> Study:
-    """The study of that name. Raises ConfigError if there is none, or if it is not well formed."""
+    """The study of that name.
+
+    Raises:
+        ConfigError: there is none, or if it is not well formed.
+    """
     names = study_names()
     if name not in names:
         raise ConfigError(f"no study named {name!r}; studies: {', '.join(names)}")
@@ -108,14 +112,15 @@ def read_study(name: str) -> Study:
 def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
     """A study from the mapping of its YAML.
 
-    Raises ConfigError for a key that is missing or unknown, an unknown finding, a factor of
-    `panels` that not all runs have, or two runs with one label.
+    Raises:
+        ConfigError: a key that is missing or unknown, an unknown finding, a factor of `panels` that
+            not all runs have, or two runs with one label.
     """
     _check_keys(name, mapping, {"title", "asks", "scales"}, {"panels", "findings", "runs"})
     scales = {}
     for scale, part in mapping["scales"].items():
         if scale not in SCALES:
-            raise ConfigError(f"study {name}: a scale must be one of {SCALES}, got {scale!r}")
+            raise ConfigError(f"study {name}: scales: expected names of {SCALES}, got {scale!r}")
         _check_keys(f"{name}, {scale}", part, {"base"}, {"settings", "runs"})
         runs = part.get("runs", mapping.get("runs"))
         if not runs:
@@ -132,19 +137,21 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
     for finding in study.findings:
         if finding not in FINDINGS:
             raise ConfigError(
-                f"study {name}: findings must be of {', '.join(FINDINGS)}, got {finding!r}"
+                f"study {name}: findings: expected names of {', '.join(FINDINGS)}, got {finding!r}"
             )
     for scale, part in scales.items():
         if study.panels and not all(study.panels in cell.levels for cell in part.cells):
-            raise ConfigError(f"study {name}: panels must be a factor of all runs: {study.panels}")
+            raise ConfigError(
+                f"study {name}: panels: expected a factor of all runs, got {study.panels}"
+            )
         slugs = [_slug(label_of(cell.levels)) for cell in part.cells]
         if len(set(slugs)) < len(slugs):
             raise ConfigError(f"study {name}: two runs have one label at scale {scale}")
     return study
 
 
-def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[Cell]:
-    """What `runs` of a YAML stands for."""
+def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[StudyCell]:
+    """Cells of the products under `runs` in a YAML."""
     cells = []
     for factors in products:
         for levels in product(*factors.values()):
@@ -152,7 +159,7 @@ def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) ->
             fields: dict[str, Any] = {}
             for factor, level in named.items():
                 fields = tree.merge(fields, factors[factor][level])
-            cells.append(Cell(named, fields))
+            cells.append(StudyCell(named, fields))
     return cells
 
 
@@ -177,12 +184,13 @@ def study_runs(
 
     `words` are command-line overrides ("--train.steps", "200") for all of them.
 
-    Raises ConfigError for a field in `words` that the study sets for each run by itself, and as
-    `config_from`, with the run's label.
+    Raises:
+        ConfigError: a field in `words` that the study sets for each run by itself, and as
+            `config_from`, with the run's label.
     """
     part = study.scales[scale]
     base = read_recipe(part.base)
-    everywhere = parse_overrides(words, task_of(base).Config)
+    everywhere = parse_overrides(words, base)
     varied = {path for cell in part.cells for path in tree.flatten(cell.fields)}
     for path in tree.flatten(everywhere):
         if path in OWN:

@@ -5,25 +5,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stars_fast.base.plots import COLOURS, LINES, new_figure, percent_axis, turns_axis
-from studies.curves import Curve, Result
+from studies.curves import Curve, SettingCurves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def draw_panels(
-    results: Sequence[Result], path: str | Path, *, title: str, panels: str | None = None
+    results: Sequence[SettingCurves], path: str | Path, *, title: str, panels: str | None = None
 ) -> None:
     """Draw accuracy (else loss) against the number of turns, and save it as PNG.
 
     A line is the median of a setting's seeds, with their range behind it. A dot stands at the
     most turns of 98 % of its training. `panels` is the factor with a panel for each level.
 
-    Raises ValueError if there is nothing to draw, ImportError without matplotlib.
+    Raises:
+        ValueError: there is nothing to draw, ImportError without matplotlib.
     """
     if not results:
         raise ValueError("results must hold at least one finished setting, got none")
-    parts: dict[str, list[Result]] = {}
+    parts: dict[str, list[SettingCurves]] = {}
     for result in results:
         parts.setdefault(result.levels[panels] if panels else "", []).append(result)
     names = list(dict.fromkeys(_line_name(result, panels) for result in results))
@@ -45,12 +46,12 @@ def draw_panels(
     figure.savefig(Path(path), format="png")
 
 
-def _line_name(result: Result, panels: str | None) -> str:
+def _line_name(result: SettingCurves, panels: str | None) -> str:
     """The levels that a line is told apart by inside its panel."""
     return ", ".join(level for factor, level in result.levels.items() if factor != panels)
 
 
-def _line(axis: "Axes", result: Result, index: int) -> Any:
+def _line(axis: "Axes", result: SettingCurves, index: int) -> Any:
     """One setting's line; returns its handle for the legend."""
     median, low, high = map(_shown(result), (result.median, result.low, result.high))
     colour = COLOURS[index % len(COLOURS)]
@@ -71,8 +72,8 @@ def _line(axis: "Axes", result: Result, index: int) -> Any:
     return line
 
 
-def _shown(result: Result) -> Any:
-    """What picks the curve that is drawn, in percent if it is an accuracy."""
+def _shown(result: SettingCurves) -> Any:
+    """A function that picks the curve that is drawn, in percent if it is an accuracy."""
     scale = 100 if result.main == "accuracy" else 1
 
     def pick(figures: dict[str, Curve]) -> Curve:
@@ -81,7 +82,7 @@ def _shown(result: Result) -> Any:
     return pick
 
 
-def _name_axes(axis: "Axes", results: Sequence[Result]) -> None:
+def _name_axes(axis: "Axes", results: Sequence[SettingCurves]) -> None:
     main = results[0].main
     turns_axis(axis, sorted({t for result in results for t in result.median[main]}))
     if main == "accuracy":

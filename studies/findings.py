@@ -32,7 +32,7 @@ from itertools import combinations
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from studies.curves import Curve, Result, distance, gather, growth, mean_over
+from studies.curves import Curve, SettingCurves, distance, gather, growth, mean_over
 from studies.verdicts import NotJudged, Part, Verdict
 
 INTERNAL, EXTERNAL = ("pre", "pre-sandwich"), ("post", "post-sandwich")
@@ -48,13 +48,13 @@ class Finding(NamedTuple):
     """
 
     claim: str
-    judge: Callable[[Sequence[Result]], list[Part]]
+    judge: Callable[[Sequence[SettingCurves]], list[Part]]
     counts_failed: bool = False
 
 
 def judge_findings(names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-    """The findings of those names, held against the records of `runner.record`, which are those of
-    all runs of the study."""
+    """The findings of those names, held against the entries of `runner.run_entry`, which are those
+    of all runs of the study."""
     return [_verdict(name, records) for name in names]
 
 
@@ -71,7 +71,7 @@ def _verdict(name: str, records: Sequence[Mapping[str, Any]]) -> Verdict:
 
 
 def _check_whole(records: Sequence[Mapping[str, Any]], counts_failed: bool) -> None:
-    """Raises NotJudged where the settings cannot be compared, as some have fewer runs."""
+    """Raise NotJudged where the settings cannot be compared, as some have fewer runs."""
     if all(entry["status"] != "done" for entry in records):
         raise NotJudged("no finished run")
     failed = sorted({entry["label"] for entry in records if entry["status"] == "failed"})
@@ -87,21 +87,21 @@ def _check_whole(records: Sequence[Mapping[str, Any]], counts_failed: bool) -> N
         )
 
 
-def _by(results: Sequence[Result], *factors: str) -> dict[tuple[str, ...], Result]:
+def _by(results: Sequence[SettingCurves], *factors: str) -> dict[tuple[str, ...], SettingCurves]:
     """The results by their levels of `factors`."""
     return {tuple(result.levels[name] for name in factors): result for result in results}
 
 
-def _need(found: Mapping[tuple[str, ...], Result], *wanted: tuple[str, ...]) -> None:
-    """Raises NotJudged if one is not there."""
+def _need(found: Mapping[tuple[str, ...], SettingCurves], *wanted: tuple[str, ...]) -> None:
+    """Raise NotJudged if one is not there."""
     lacking = [", ".join(levels) for levels in wanted if levels not in found]
     if lacking:
         raise NotJudged(f"no finished run of {'; '.join(lacking)}")
 
 
 def _grid(
-    results: Sequence[Result], placements: Sequence[str], factor: str
-) -> dict[tuple[str, ...], Result]:
+    results: Sequence[SettingCurves], placements: Sequence[str], factor: str
+) -> dict[tuple[str, ...], SettingCurves]:
     """The results by placement and another factor, of which every pair of levels is there and has
     learned the task."""
     found = _by(results, "placement", factor)
@@ -113,29 +113,29 @@ def _grid(
     return found
 
 
-def _need_learned(results: Iterable[Result]) -> None:
-    """Raises NotJudged if one has not learned the task."""
+def _need_learned(results: Iterable[SettingCurves]) -> None:
+    """Raise NotJudged if one has not learned the task."""
     for result in results:
         if not _learned(result):
             raise NotJudged(f"{result.label} has not learned the task at its trained depth")
 
 
-def _learned(result: Result) -> bool:
+def _learned(result: SettingCurves) -> bool:
     """Whether half of the sums are right at T."""
     return result.median["accuracy"][result.depth] >= 0.5
 
 
-def _deep(result: Result, first: int = FIXED) -> float:
+def _deep(result: SettingCurves, first: int = FIXED) -> float:
     return mean_over(result.median["accuracy"], first)
 
 
-def _kept(result: Result, times: int) -> float:
+def _kept(result: SettingCurves, times: int) -> float:
     """Accuracy at so many times T over that at T."""
     accuracy = result.median["accuracy"]
     return accuracy[min(times * result.depth, max(accuracy))] / accuracy[result.depth]
 
 
-def _spreads(found: Mapping[tuple[str, ...], Result]) -> tuple[float, float]:
+def _spreads(found: Mapping[tuple[str, ...], SettingCurves]) -> tuple[float, float]:
     """Mean distance of two accuracy curves that differ in the second level only, and of two that
     differ in the first only."""
     by_place: list[list[float]] = [[], []]
@@ -158,7 +158,7 @@ def _ratio(one: float, other: float) -> float:
     return one / other if other else math.inf
 
 
-def _operator(results: Sequence[Result]) -> list[Part]:
+def _operator(results: Sequence[SettingCurves]) -> list[Part]:
     within, between = _spreads(_grid(results, INTERNAL + EXTERNAL, "norm"))
     return [
         Part(
@@ -171,10 +171,10 @@ def _operator(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _systems(results: Sequence[Result]) -> list[Part]:
+def _systems(results: Sequence[SettingCurves]) -> list[Part]:
     found = _grid(results, INTERNAL + EXTERNAL, "norm")
 
-    def over_norms(what: Callable[[Result], float]) -> dict[str, float]:
+    def over_norms(what: Callable[[SettingCurves], float]) -> dict[str, float]:
         return {
             placement: median(what(result) for key, result in found.items() if key[0] == placement)
             for placement in INTERNAL + EXTERNAL
@@ -215,7 +215,7 @@ def _systems(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _layers(results: Sequence[Result]) -> list[Part]:
+def _layers(results: Sequence[SettingCurves]) -> list[Part]:
     found = _grid(results, SANDWICHES, "layers")
     _need(found, *((placement, "only-recurrent") for placement in SANDWICHES))
     changed = [
@@ -237,7 +237,7 @@ def _layers(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _laws(results: Sequence[Result]) -> list[Part]:
+def _laws(results: Sequence[SettingCurves]) -> list[Part]:
     found = _by(results, "placement", "law")
     placements = INTERNAL + EXTERNAL
     fixed = f"fixed {FIXED}"
@@ -280,7 +280,7 @@ def _laws(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _l2(results: Sequence[Result]) -> list[Part]:
+def _l2(results: Sequence[SettingCurves]) -> list[Part]:
     found = _by(results, "placement", "depth", "penalty")
     depths = ("fixed", "random")
     kinds = ("none", "L2")
@@ -302,7 +302,7 @@ def _l2(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _methods(results: Sequence[Result]) -> list[Part]:
+def _methods(results: Sequence[SettingCurves]) -> list[Part]:
     found = _by(results, "method")
     _need(found, *((name,) for name in ("sft", "random-loop", "jsrr", "stars")))
     stars = found[("stars",)]
@@ -330,13 +330,13 @@ def _methods(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _samples(result: Result) -> str:
+def _samples(result: SettingCurves) -> str:
     """How many samples the mean of the radius after the most turns stands for."""
     shares = (_last(result.median[name]) for name in ("contracting", "settled"))
     return "{:.0%} of them below 1, {:.0%} settled".format(*shares)
 
 
-def _weights(results: Sequence[Result]) -> list[Part]:
+def _weights(results: Sequence[SettingCurves]) -> list[Part]:
     found = _by(results, "lambda")
     _need(found, *((name,) for name in ("0", "0.1", "0.15", "0.2")))
     at_depth = {
@@ -367,7 +367,7 @@ def _weights(results: Sequence[Result]) -> list[Part]:
     ]
 
 
-def _ouro(results: Sequence[Result]) -> list[Part]:
+def _ouro(results: Sequence[SettingCurves]) -> list[Part]:
     found = _by(results, "method")
     _need(found, *((name,) for name in ("sft", "random-loop", "jsrr", "stars")))
     if any("validation_loss" not in result.median for result in results):

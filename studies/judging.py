@@ -1,23 +1,25 @@
-"""What a trained run of a study comes to, by number of turns; kept in its folder until another
+"""Figures of a trained run of a study, by number of turns; kept in its folder until another
 checkpoint is there."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from stars_fast.analysis.report.summary import number
 from stars_fast.analysis.spectrum import settled_radius
-from stars_fast.analysis.summary import number
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.base.files import write_text
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.data.addition import AdditionData
+from stars_fast.data.batches import MicroBatch, micro_batch, to_device
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.models.looped import LoopedLM
-from stars_fast.training.addition import load_model
+from stars_fast.evaluation.run_data import data_of, open_data
+from stars_fast.models.loop import Loop
+from stars_fast.models.saved import ModelSource, find_model, load_model
 from stars_fast.training.run.metrics import read_metrics
 
 DEEPEST = 100
@@ -29,18 +31,21 @@ SAMPLES = 32
 """Unseen sums whose states are looked at."""
 
 
-def judge(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
+def judge_run(folder: Path, device: torch.device) -> dict[str, Any]:
     """The figures of the run in `folder`, by number of turns as text.
 
-    addition: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
+    Of sums: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
         block at the state after so many turns), `rms` (root mean square of the state) and
         `residual` (size of that turn's step over that of the state before); the shares of these
         samples that are `contracting` (a radius below 1), and whose radius `settled` to `TOLERANCE`
         (that of others is an estimate).
-    ouro: the metrics of the end of the run, such as `validation_loss` in nats.
+    Of text: the metrics of the end of the run, such as `validation_loss` in nats.
 
     And `seconds` of training (without evaluation and saving) and the `machine`. Values that are not
-    finite are None. Raises ConfigError if there is no checkpoint.
+    finite are None.
+
+    Raises:
+        ConfigError: there is no checkpoint.
     """
     run = RunFolder(folder)
     asked = {
@@ -55,8 +60,9 @@ def judge(folder: Path, task: str, device: torch.device) -> dict[str, Any]:
         found = json.loads(kept.read_text(encoding="utf-8"))
         if found["asked"] == asked:
             return found
-    if task == "addition":
-        figures = _judge_addition(folder, device)
+    source = find_model(folder)
+    if data_of(source)[0].exact_match:
+        figures = _judge_sums(source, device)
     else:
         results = json.loads(run.results.read_text(encoding="utf-8"))
         results.pop("step")
@@ -79,36 +85,39 @@ def training_seconds(rows: list[dict[str, Any]]) -> float:
     return round(seconds, 1)
 
 
-def _judge_addition(folder: Path, device: torch.device) -> dict[str, Any]:
-    model, config = load_model(folder)
-    model.to(device).eval()
-    data = AdditionData(config.data)
+def _judge_sums(source: ModelSource, device: torch.device) -> dict[str, Any]:
+    loop = source.family.loop(load_model(source, device=str(device)))
+    sums = open_data(source).held_out
+    assert sums is not None
+    batch = to_device(micro_batch(sums, np.arange(min(SAMPLES, len(sums)))), device)
     turns = list(range(1, DEEPEST + 1))
-    batch = data.batch("test", torch.arange(min(SAMPLES, len(data.test))))
-    states = _states(model, batch.tokens.to(device), batch.mask.to(device))
-    return {"accuracy": evaluate(model, data, turns), **states}
+    return {"accuracy": evaluate(loop, sums, turns), **_states(loop, batch)}
 
 
 @torch.no_grad()
-def _states(model: LoopedLM, tokens: Tensor, mask: Tensor) -> dict[str, dict[int, float | None]]:
-    """What `judge` says of the states, by turn."""
+def _states(loop: Loop, batch: MicroBatch) -> dict[str, dict[int, float | None]]:
+    """Figures of the states, by turn, as `judge_run` says."""
     radii: dict[str, dict[int, float | None]] = {
         "radius": dict.fromkeys(RADIUS_TURNS),
         "contracting": dict.fromkeys(RADIUS_TURNS, 0.0),
         "settled": dict.fromkeys(RADIUS_TURNS, 0.0),
     }
-    generator = torch.Generator(tokens.device).manual_seed(0)
+    generator = torch.Generator(batch.tokens.device).manual_seed(0)
+    start = loop.prelude(batch.tokens)
+    block = loop.turn(start, batch.samples)
+    mask = batch.samples.real
+    mask = None if mask is None else mask.to(start.device)
 
     def visit(turn: int, h: Tensor) -> None:
         if turn in RADIUS_TURNS and h.isfinite().all():
             radius, settled = settled_radius(
-                model.block, h, mask=mask, tol=TOLERANCE, generator=generator
+                block, h, mask=mask, tol=TOLERANCE, generator=generator
             )
             radii["radius"][turn] = number(float(radius.mean()))
             radii["contracting"][turn] = float((radius < 1).double().mean())
             radii["settled"][turn] = float((settled & radius.isfinite()).double().mean())
 
-    path = trajectory(model.block, model.prelude(tokens), DEEPEST, mask=mask, visit=visit)
+    path = trajectory(block, start, DEEPEST, mask=mask, visit=visit)
     means = {"rms": path.norm[1:], "residual": path.residual}
     sizes = {
         name: {turn: number(float(value)) for turn, value in enumerate(values.mean(1), start=1)}

@@ -1,4 +1,4 @@
-"""What a study came to: study.json, a table in Markdown and the figure, all in its folder."""
+"""Outcome of a study: study.json, a table in Markdown and the figure, all in its folder."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base.files import write_text
-from studies.curves import Result, gather, growth
+from studies.curves import SettingCurves, gather, growth
 from studies.definition import Study
 from studies.findings import judge_findings
 from studies.verdicts import Verdict
 
-COLUMNS = (1, 2, 4, 8, 16, 32, 64, 100)
+TABLE_TURNS = (1, 2, 4, 8, 16, 32, 64, 100)
 """Turns that the table has a column for, where there are more than these."""
 
 _NOTE = (
@@ -30,7 +30,7 @@ def write_outcome(
 ) -> str:
     """Write study.json, table.md and figure.png to `out`; returns the text of the table.
 
-    `records` are those of `runner.record`, `words` the overrides of the command line. Without a
+    `records` are those of `runner.run_entry`, `words` the overrides of the command line. Without a
     finished run there is no figure.
     """
     verdicts = judge_findings(study.findings, records)
@@ -48,7 +48,7 @@ def write_outcome(
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "study.json", json.dumps(content, indent=1) + "\n")
     results = gather(records)
-    text = table(study, scale, records, results, verdicts)
+    text = outcome_table(study, scale, records, results, verdicts)
     write_text(out / "table.md", text)
     if results:
         from studies.figure import draw_panels
@@ -57,11 +57,11 @@ def write_outcome(
     return text
 
 
-def table(
+def outcome_table(
     study: Study,
     scale: str,
     records: Sequence[Mapping[str, Any]],
-    results: Sequence[Result],
+    results: Sequence[SettingCurves],
     verdicts: Sequence[Verdict],
 ) -> str:
     """The results and the verdicts in Markdown; medians, with the range over the seeds behind."""
@@ -83,12 +83,12 @@ def table(
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
-def _rows(results: Sequence[Result]) -> list[str]:
+def _rows(results: Sequence[SettingCurves]) -> list[str]:
     """The lines of the table itself."""
     figures = results[0].median
     main = results[0].main
     turns = sorted(figures[main])
-    turns = [t for t in turns if t in COLUMNS] if len(turns) > 2 * len(COLUMNS) else turns
+    turns = [t for t in turns if t in TABLE_TURNS] if len(turns) > 2 * len(TABLE_TURNS) else turns
     radii = sorted(figures.get("radius", ()))
     factors = list(results[0].levels)
     headings = [*factors, "turns of training"]
@@ -110,14 +110,14 @@ def _rows(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def _radius(result: Result, turns: int) -> str:
+def _radius(result: SettingCurves, turns: int) -> str:
     radius, below, settled = (
         result.median[name][turns] for name in ("radius", "contracting", "settled")
     )
     return f"{'~' if settled < 1 else ''}{radius:.2f} ({below:.0%})"
 
 
-def _cell(result: Result, turns: int) -> str:
+def _cell(result: SettingCurves, turns: int) -> str:
     parts = (result.median, result.low, result.high)
     middle, low, high = (part[result.main][turns] for part in parts)
     if result.main == "accuracy":

@@ -21,7 +21,7 @@ from stars_fast.training.run.folder import MAY_CHANGE
 from stars_fast.training.run.trainer import TrainingFailure, train
 from stars_fast.training.scale.distributed import World
 from studies.definition import StudyRun
-from studies.judging import judge
+from studies.judging import judge_run
 
 MAY_DIFFER = MAY_CHANGE - {"train.steps", "train.epochs", "train.max_nonfinite"}
 """Fields that a run of a study may have otherwise than its definition: those that do not change
@@ -29,7 +29,7 @@ what comes out."""
 
 
 def check_folders(runs: Sequence[StudyRun]) -> None:
-    """Raises ConfigError if the folder of a run holds another one, with the fields that differ."""
+    """Raise ConfigError if the folder of a run holds another one, with the fields that differ."""
     for run in runs:
         folder = RunFolder(run.folder)
         if not folder.config.exists():
@@ -102,7 +102,11 @@ def _advice(run: StudyRun) -> str:
 
 
 def _judge_new(run: StudyRun, world: World) -> None:
-    """On the first process. Raises ConfigError if the run ended without results."""
+    """On the first process.
+
+    Raises:
+        ConfigError: the run ended without results.
+    """
     if not world.first:
         return
     if status(run) != "done":
@@ -110,7 +114,7 @@ def _judge_new(run: StudyRun, world: World) -> None:
             f"{run.folder} ended without results, which a study reads: it needs eval.turns, and of "
             "Ouro data.validation or eval.tasks"
         )
-    judge(run.folder, run.config.task, world.device)
+    judge_run(run.folder, world.device)
 
 
 def status(run: StudyRun) -> str:
@@ -120,8 +124,8 @@ def status(run: StudyRun) -> str:
     return "failed" if note_of(run).exists() else "missing"
 
 
-def record(run: StudyRun, world: World) -> dict[str, Any]:
-    """What study.json says of a run: what it was and what came out, on the first process."""
+def run_entry(run: StudyRun, world: World) -> dict[str, Any]:
+    """Entry of a run in study.json: its setting and what came out, on the first process."""
     turns = run.config.trained_turns
     entry: dict[str, Any] = {
         "label": run.label,
@@ -136,7 +140,7 @@ def record(run: StudyRun, world: World) -> dict[str, Any]:
     if entry["status"] == "failed":
         entry |= json.loads(note_of(run).read_text(encoding="utf-8"))
     elif entry["status"] == "done":
-        entry |= judge(run.folder, run.config.task, world.device)
+        entry |= judge_run(run.folder, world.device)
         entry.pop("asked")
     return entry
 

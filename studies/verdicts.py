@@ -1,4 +1,4 @@
-"""What a finding comes to: its parts, and whether the numbers agree with them."""
+"""Verdict on a finding: its parts, and whether the numbers agree with them."""
 
 import math
 import operator

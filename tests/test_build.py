@@ -15,6 +15,7 @@ import pytest
 
 from stars_fast.ops import extension, library
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PARTS = ("csrc", "stars_fast", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 
@@ -72,7 +73,6 @@ print(ops.rms_norm(x, None, 1e-5).shape, extension.load(), stars_fast.__file__)
 """
 
 
-@pytest.mark.slow
 def test_wheel_with_kernels_loads_in_a_fresh_environment(tree, tmp_path):
     done = build(tree, STARS_FAST_BUILD="cpu")
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,6 @@ def test_wheel_with_kernels_loads_in_a_fresh_environment(tree, tmp_path):
     assert "Warning" not in used.stderr
 
 
-@pytest.mark.slow
 def test_wheel_without_kernels_works_and_says_so_once(tree, tmp_path):
     done = build(tree, STARS_FAST_BUILD="none")
     assert done.returncode == 0, done.stderr

@@ -130,6 +130,7 @@ def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):
     assert all(len(line) == 2 for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no such pipes")
 @pytest.mark.parametrize(
     "words",

@@ -27,6 +27,7 @@ def site(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_every_public_name_has_an_entry(site):
     *_, names = (site / "objects.inv").read_bytes().split(b"\n", 4)
     entries = {}
@@ -87,6 +88,7 @@ EXAMPLES = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_python_examples(page, tmp_path, monkeypatch):
     """The blocks of a page, one after the other; those that want the reader's data compile."""

@@ -300,11 +300,8 @@ def test_the_loss_is_fp32_for_narrower_states(block, dtype):
         ({"mask": torch.ones(2, 4)}, ValueError, r"mask: expected shape \[B, S\]"),
         ({"mask": [1]}, TypeError, "mask: expected a tensor"),
         ({"cu_seqlens": torch.tensor([0, 5])}, ValueError, r"expected shape \[1, total, D\]"),
-        (
-            {"cu_seqlens": torch.tensor([0.0, 5.0])},
-            TypeError,
-            "cu_seqlens: expected a tensor of int",
-        ),
+        ({"cu_seqlens": torch.tensor([0.0, 5.0])}, TypeError, "cu_seqlens: expected integers, got"),
+        ({"cu_seqlens": [0, 5]}, TypeError, "cu_seqlens: expected a tensor of integers, got list"),
         ({"power_steps": 0}, ValueError, "power_steps: expected an integer of at least 1, got 0"),
         ({"normalize": "row"}, ValueError, "normalize: expected 'sample' or 'batch', got 'row'"),
         ({"fraction": 0.0}, ValueError, r"fraction: expected a number in \(0, 1\], got 0.0"),
@@ -333,7 +330,7 @@ def test_bad_states_and_bounds(block):
 # -- spectral radius
 
 
-@pytest.mark.parametrize("method", ["power", "krylov", "arnoldi"])
+@pytest.mark.parametrize("method", ["krylov", "arnoldi"])
 def test_spectral_radius_is_that_of_the_explicit_jacobian(block, method):
     h = state(3, 5, 4)
     exact = torch.stack([torch.linalg.eigvals(jacobian(block, x)).abs().max() for x in h])
@@ -343,7 +340,7 @@ def test_spectral_radius_is_that_of_the_explicit_jacobian(block, method):
     torch.testing.assert_close(found, exact, rtol=1e-3, atol=0.0)
 
 
-@pytest.mark.parametrize("method", ["power", "krylov", "arnoldi"])
+@pytest.mark.parametrize("method", ["krylov", "arnoldi"])
 def test_spectral_radius_of_a_rotation_is_its_modulus(method):
     """A complex dominant pair: no iterate ever settles, the modulus does."""
     turn = 0.9 * torch.tensor([[0.6, -0.8], [0.8, 0.6]], dtype=torch.float64)
@@ -355,7 +352,7 @@ def test_spectral_radius_of_a_rotation_is_its_modulus(method):
     torch.testing.assert_close(found, torch.full((2,), 0.9, dtype=torch.float64), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("method", ["power", "krylov", "arnoldi"])
+@pytest.mark.parametrize("method", ["krylov", "arnoldi"])
 def test_spectral_radius_leaves_pads_out(block, method):
     h = state(2, 6, 4)
     mask = torch.ones(2, 6, dtype=torch.bool)
@@ -368,7 +365,7 @@ def test_spectral_radius_leaves_pads_out(block, method):
     assert found[0].item() == pytest.approx(exact.item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("method", ["power", "krylov", "arnoldi"])
+@pytest.mark.parametrize("method", ["krylov", "arnoldi"])
 def test_spectral_radius_of_tiny_and_zero_jacobians(method):
     generator = torch.Generator().manual_seed(0)
     found = spectral_radius(lambda h: 0 * h, state(2, 1, 8), method=method, generator=generator)
@@ -377,10 +374,9 @@ def test_spectral_radius_of_tiny_and_zero_jacobians(method):
     torch.testing.assert_close(found, torch.full((2,), 0.5, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("method", ["power", "krylov"])
-def test_spectral_radius_says_when_it_has_not_settled(block, method):
+def test_spectral_radius_says_when_it_has_not_settled(block):
     with pytest.warns(RuntimeWarning, match="raise steps, or use method='arnoldi'"):
-        spectral_radius(block, state(2, 5, 4), method=method, steps=3, tol=1e-9)
+        spectral_radius(block, state(2, 5, 4), steps=3, tol=1e-9)
 
 
 @pytest.mark.parametrize(

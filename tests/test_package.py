@@ -92,6 +92,7 @@ def test_readme_has_exactly_two_commands_for_a_fresh_machine():
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
 
 
+@pytest.mark.slow
 def test_readme_python_runs(tmp_path):
     from stars_fast.models.ouro.tiny import write_tiny_ouro
 
@@ -134,13 +135,17 @@ def test_readme_commands_are_understood():
     text = "\n".join([*blocks("bash"), *(each for page in pages for each in bash(page)), _EXAMPLES])
     shown = re.findall(r"(?:stars-fast|stars_fast\.cli) ([\w-]+) ?([^#\n]*)", text)
     assert len(shown) > 8
+    of_a_clone = re.findall(r"python -m (benchmarks|studies) ([^#\n]*)", text)
+    assert len(of_a_clone) > 2
+    for module, rest in of_a_clone:
+        import_module(f"{module}.__main__").options_of(shlex.split(rest))
     for command, rest in shown:
-        assert command in ("train", "export", "recipes", "lm-eval", *_OWN_OPTIONS)
+        assert command in ("train", "export", "recipes", *_OWN_OPTIONS)
         words = [word for word in shlex.split(rest) if word != "--resume"]
         if "--help" in words:
             continue
-        if command in _OWN_OPTIONS:
-            import_module(f"stars_fast.{_OWN_OPTIONS[command]}.command").options_of(words)
+        if command in ("eval", "analyze"):
+            import_module(f"stars_fast.commands.{command}").options_of(words)
         if command == "train" and not words[0].startswith("runs/"):
             assert words[0] in recipe_names()
             load_config(words[0], words[1:])

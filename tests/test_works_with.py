@@ -175,6 +175,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 def test_checkpointing_inside_the_block_saves_memory():
     def peak(where):
         code = MEMORY.format(tests=os.path.dirname(__file__))
@@ -293,6 +294,7 @@ def worker(rank, path, kind):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_give_the_gradient_of_one(kind, tmp_path):
     torch.multiprocessing.spawn(worker, (str(tmp_path), kind), nprocs=2)

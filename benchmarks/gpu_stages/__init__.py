@@ -24,7 +24,7 @@ from benchmarks.gpu_stages.report import Report
 
 
 class Stage(NamedTuple):
-    """What runs, its share of the time, and whether it needs the build of the CUDA kernels."""
+    """A function, its share of the time, and whether it needs the build of the CUDA kernels."""
 
     run: Callable[[Report, str, bool], None]
     share: float

@@ -21,10 +21,10 @@ EVALUATION = 5.0
 
 def addition(report: Report, device: str, small: bool) -> None:
     """With schedules as short as the run."""
-    report.attempt("addition", lambda: run(report, device, small))
+    report.attempt("addition", lambda: train_addition(report, device, small))
 
 
-def run(report: Report, device: str, small: bool) -> None:
+def train_addition(report: Report, device: str, small: bool) -> None:
     recipe, limit = ("addition-quick", 8) if small else ("addition", 1000)
 
     def go(folder: str, steps: int, *more: str) -> tuple[list[dict[str, Any]], float]:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.cases import Case, attention_cases, backends, errors, rotary_case, row_cases
+from benchmarks.cases import OpCase, attention_cases, backends, errors, rotary_case, row_cases
 from benchmarks.gpu_stages.report import Report
 from benchmarks.ouro_checks import checks as ouro_checks
 from stars_fast.ops import library
@@ -34,7 +34,7 @@ def correctness(report: Report, device: str, small: bool, dtypes: list[torch.dty
             for backend in every_backend(device, dtype):
                 report.attempt(
                     f"{case.name} {backend} {dtype}",
-                    partial(check, report, case, dtype, device, backend),
+                    partial(check_case, report, case, dtype, device, backend),
                 )
 
 
@@ -46,7 +46,7 @@ def every_backend(device: str, dtype: torch.dtype) -> list[str]:
     return found
 
 
-def check(report: Report, case: Case, dtype: torch.dtype, device: str, backend: str) -> None:
+def check_case(report: Report, case: OpCase, dtype: torch.dtype, device: str, backend: str) -> None:
     """A case by a backend; nothing is added where plain PyTorch stood in."""
     found = errors(case, dtype, device, backend)
     if found is None:

@@ -14,14 +14,14 @@ from benchmarks.gpu_stages.report import Report
 from stars_fast.ops import library
 
 ROOT = Path(__file__).parents[2]
-NORMS = ("rms_norm", "layer_norm", "sandwich", "swiglu")
+NORMS = ("rms_norm", "layer_norm", "sandwich")
 
 
 def norms(report: Report, device: str, small: bool) -> None:
     """Forward and backward by every backend that is here."""
     if device == "cuda" and not library.has("cuda", device):
         report.fail("the CUDA C++ kernels are not here")
-    pairs = [pair for pair in op.cases(device, small) if pair[0].name in NORMS]
+    pairs = [pair for pair in op.op_cases(device, small) if pair[0].name in NORMS]
     time_cases(report, device, small, pairs, flex=False)
 
 
@@ -36,7 +36,7 @@ def architecture() -> str:
         return "8.0;9.0+PTX"
 
 
-def build(folder: Path, device: str) -> subprocess.Popen[bytes]:
+def build_extension(folder: Path, device: str) -> subprocess.Popen[bytes]:
     """Begin to build the extension in a copy of the package under `folder`, beside what is timed
     and out of its way. Without a GPU the package is copied as it is and nothing is compiled."""
     for name in ("stars_fast", "csrc", "benchmarks"):

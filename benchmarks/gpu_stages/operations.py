@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from benchmarks import op
-from benchmarks.cases import Case, attention_case, backends
+from benchmarks.cases import OpCase, attention_case, backends
 from benchmarks.gpu_stages.report import Report
 from benchmarks.machine import measured_peaks
 from benchmarks.report import show
@@ -17,12 +17,12 @@ PACKED = "attention-packed"
 
 def operations(report: Report, device: str, small: bool) -> None:
     """Without FlexAttention, which takes long to compile."""
-    time_cases(report, device, small, cases(device, small), flex=False)
+    time_cases(report, device, small, gpu_op_cases(device, small), flex=False)
 
 
-def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
-    """What is timed, and the same at a size that can be checked."""
-    found = op.cases(device, small)
+def gpu_op_cases(device: str, small: bool) -> list[tuple[OpCase, OpCase]]:
+    """Pairs of a case that is timed and the same at a size that can be checked."""
+    found = op.op_cases(device, small)
     attention = [pair for pair in found if pair[0].name.startswith("attention")]
     documents = [15, 1, 16] if small else [600] * 13 + [392]
     few = documents if small else [100, 1, 155]
@@ -36,7 +36,7 @@ def cases(device: str, small: bool) -> list[tuple[Case, Case]]:
 
 
 def time_cases(
-    report: Report, device: str, small: bool, pairs: list[tuple[Case, Case]], flex: bool
+    report: Report, device: str, small: bool, pairs: list[tuple[OpCase, OpCase]], flex: bool
 ) -> None:
     """An entry a case."""
     dtype = torch.bfloat16
@@ -51,7 +51,7 @@ def time_cases(
 
 def time_case(
     report: Report,
-    pair: tuple[Case, Case],
+    pair: tuple[OpCase, OpCase],
     names: list[str],
     device: str,
     small: bool,
@@ -59,8 +59,8 @@ def time_case(
     flex: bool,
 ) -> None:
     repeats = 2 if small else 20
-    found = op.rows_of(*pair, names, torch.bfloat16, device, repeats, peaks, flex)
-    show(found, op.COLUMNS)
+    found = op.op_rows(*pair, names, torch.bfloat16, device, repeats, peaks, flex)
+    show(found, op.OP_COLUMNS)
     if pair[0].name == PACKED:  # the arithmetic is counted as that of one document
         found = {
             name: {key: x for key, x in row.items() if "gemm" not in key and "gflop" not in key}

@@ -12,12 +12,12 @@ import torch
 
 from benchmarks import block as block_level
 from benchmarks import growth
-from benchmarks.blocks import SHAPES, build
+from benchmarks.blocks import SHAPES, build_block
 from benchmarks.gpu_stages.checks import ouro
-from benchmarks.gpu_stages.operations import cases as op_cases
+from benchmarks.gpu_stages.operations import gpu_op_cases as op_cases
 from benchmarks.gpu_stages.operations import time_cases
 from benchmarks.gpu_stages.report import Report
-from benchmarks.gpu_stages.steps import cases as step_cases
+from benchmarks.gpu_stages.steps import time_steps as step_cases
 from benchmarks.report import show
 from benchmarks.ways import COMPILED, NAMES, OURS, missing
 
@@ -27,7 +27,7 @@ PUBLISHED = ("published-sft", "published-stars")
 
 
 def published(report: Report, device: str, small: bool) -> None:
-    """What takes longest comes last."""
+    """Blocks, steps, then ops; the longest comes last."""
     eager = [name for name in NAMES if not name.endswith(COMPILED)]
     turn = ["plain", "dual", "last", "double_backward"]
     sizes = [("ouro", 24, turn), ("ouro-8k", 24, turn), ("ouro", 1, eager)]
@@ -67,9 +67,9 @@ def time_block(
         for way in ways:
             if not way.endswith(COMPILED) and missing(way, device) is None:
                 with suppress(RuntimeError):  # why a way fails is in its row
-                    mib[way] = growth.growth(way, shape, device, dtype, math.inf, None)
-    block, h, u = build(shape, device, dtype)
-    rows = block_level.rows_of(ways, shape, block, h, u, 1 if small else 3)
+                    mib[way] = growth.way_growth(way, shape, device, dtype, math.inf, None)
+    block, h, u = build_block(shape, device, dtype)
+    rows = block_level.way_rows(ways, shape, block, h, u, 1 if small else 3)
     for way, row in rows.items():
         if "failed" not in row:
             row["mib"] = mib.get(way)
@@ -81,7 +81,7 @@ def time_block(
 
 
 def memory(report: Report, device: str, small: bool) -> None:
-    """Of a layer of Ouro's against the length, to where each way runs out."""
+    """Memory of a layer of Ouro's against the length, to where each way runs out."""
     lengths = [2**k for k in range(10, 18)]
     limit = growth.limit_mib(device, None)
     shape = SHAPES["ouro"].small() if small else SHAPES["ouro"]

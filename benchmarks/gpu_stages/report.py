@@ -1,4 +1,4 @@
-"""What the stages found, on disk after each entry."""
+"""Findings of the stages, on disk after each entry."""
 
 from __future__ import annotations
 

@@ -7,39 +7,40 @@ from functools import partial
 
 import torch
 
-from benchmarks.blocks import SHAPES, build
+from benchmarks.blocks import SHAPES, build_block
 from benchmarks.cases import attention_cases, rotary_case, row_cases
-from benchmarks.gpu_stages.checks import check, every_backend
+from benchmarks.gpu_stages.checks import check_case, every_backend
 from benchmarks.gpu_stages.report import Report
 from benchmarks.gpu_stages.turns import graph_difference
-from benchmarks.step_cases import CASES
+from benchmarks.machine import usual_precision
+from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from stars_fast import fused_jsrr, ops
 from stars_fast.base import machine
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def smoke(report: Report, device: str, small: bool) -> None:
     """A penalty, a step, a graph, many batches, then all kernels in all dtypes."""
     report.attempt("machine", lambda: report.add("machine", machine.describe(device)))
-    report.attempt("penalty", partial(penalty, report, device))
-    report.attempt("train step", partial(train_step, report, device))
-    report.attempt("graph", partial(graph, report, device))
+    report.attempt("penalty", partial(smoke_penalty, report, device))
+    report.attempt("train step", partial(smoke_step, report, device))
+    report.attempt("graph", partial(smoke_graph, report, device))
     report.attempt("many batches", partial(many_batches, report, device))
     cases = [*row_cases(5, 64, 96), rotary_case(1, 2, 7, 64), *attention_cases(small=True)]
     # What a machine without bf16 arithmetic takes long for is proved once.
-    for dtype in DTYPES[2:] if small else DTYPES:
+    for dtype in KERNEL_DTYPES[2:] if small else KERNEL_DTYPES:
         for case in cases:
             for backend in every_backend(device, dtype):
                 report.attempt(
                     f"{case.name} {backend} {dtype}",
-                    partial(check, report, case, dtype, device, backend),
+                    partial(check_case, report, case, dtype, device, backend),
                 )
 
 
-def penalty(report: Report, device: str) -> None:
-    block, h, _ = build(SHAPES["ouro"].small(), device, torch.bfloat16)
+def smoke_penalty(report: Report, device: str) -> None:
+    block, h, _ = build_block(SHAPES["ouro"].small(), device, torch.bfloat16)
     loss = fused_jsrr(block, h)
     loss.backward()
     norms = [p.grad.norm() for p in block.parameters() if p.grad is not None]
@@ -49,9 +50,8 @@ def penalty(report: Report, device: str) -> None:
         report.fail(f"smoke: {entry}")
 
 
-def train_step(report: Report, device: str) -> None:
-    precision = "mixed" if device == "cuda" else "float32"
-    steps = Steps(Bench("tiny", device, precision, 64, 1, 1), CASES["stars"])
+def smoke_step(report: Report, device: str) -> None:
+    steps = Steps(Bench("tiny", device, usual_precision(device), 64, 1, 1), STEP_CASES["stars"])
     steps.prepare()
     if steps.failed is None:
         steps()
@@ -60,11 +60,11 @@ def train_step(report: Report, device: str) -> None:
         report.fail(f"train_step: {steps.failed}")
 
 
-def graph(report: Report, device: str) -> None:
+def smoke_graph(report: Report, device: str) -> None:
     if device != "cuda":
         report.add("smoke", {"what": "graph", "left out": "needs a GPU"})
         return
-    block, h, u = build(replace(SHAPES["ouro"].small(), layers=1), device, torch.bfloat16)
+    block, h, u = build_block(replace(SHAPES["ouro"].small(), layers=1), device, torch.bfloat16)
     entry = {"what": "graph", "difference": graph_difference(block, h, u)}
     report.add("smoke", entry)
     if not entry["difference"] <= 1e-3:

@@ -9,33 +9,33 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_stages.report import Report
+from benchmarks.machine import usual_precision
 from benchmarks.report import FULL
-from benchmarks.step_cases import CASES
+from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.timing import interleaved
 from stars_fast.training.run.metrics import peak_flops
 
-OURS = ("sft", "stars-last-quarter-micro", "stars", "jsrr")
+OUR_CASES = ("sft", "stars-last-quarter-micro", "stars", "jsrr")
 
 
 def steps(report: Report, device: str, small: bool) -> None:
     """Ours, by tokens of a micro-batch."""
     for tokens in (64,) if small else (2048, 4096, 8192):
         name = f"steps of {tokens} tokens"
-        report.attempt(name, partial(cases, report, device, small, tokens, OURS))
+        report.attempt(name, partial(time_steps, report, device, small, tokens, OUR_CASES))
 
 
-def cases(report: Report, device: str, small: bool, tokens: int, names: Sequence[str]) -> None:
+def time_steps(report: Report, device: str, small: bool, tokens: int, names: Sequence[str]) -> None:
     """An entry a case, as soon as its steps are done; model and optimiser are made once."""
-    precision = "mixed" if device == "cuda" else "float32"
-    bench = Bench("tiny" if small else "ouro", device, precision, tokens, 1, None)
+    bench = Bench("tiny" if small else "ouro", device, usual_precision(device), tokens, 1, None)
     for name in names:
-        report.attempt(f"{name}, {tokens} tokens", partial(case, report, bench, name))
+        report.attempt(f"{name}, {tokens} tokens", partial(time_step, report, bench, name))
 
 
-def case(report: Report, bench: Bench, name: str) -> None:
+def time_step(report: Report, bench: Bench, name: str) -> None:
     """One step to warm up, one that is timed."""
-    steps = Steps(bench, CASES[name])
+    steps = Steps(bench, STEP_CASES[name])
     steps.prepare()
     if steps.failed is None:
         seconds = interleaved({name: steps}, 1, bench.device)[name]

@@ -7,17 +7,17 @@ from functools import partial
 from benchmarks import tune_attention
 from benchmarks.gpu_stages.report import Report
 
-SHAPES = {"causal": [], "packed": ["--documents", "600"], "grouped": ["--kv-heads", "4"]}
+PACKINGS = {"causal": [], "packed": ["--documents", "600"], "grouped": ["--kv-heads", "4"]}
 
 
 def tiles(report: Report, device: str, small: bool) -> None:
     """By shape; an entry a kernel, as soon as it has been timed."""
-    for index, (name, words) in enumerate(SHAPES.items()):
-        seconds = report.left / (len(SHAPES) - index)
-        report.attempt(name, partial(tune, report, device, small, name, words, seconds))
+    for index, (name, words) in enumerate(PACKINGS.items()):
+        seconds = report.left / (len(PACKINGS) - index)
+        report.attempt(name, partial(tune_packing, report, device, small, name, words, seconds))
 
 
-def tune(
+def tune_packing(
     report: Report, device: str, small: bool, name: str, words: list[str], seconds: float
 ) -> None:
     # Half of the time to compile the candidates, half to time those that are ready.

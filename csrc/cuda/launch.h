@@ -70,23 +70,6 @@ struct SandwichBackwardArgs {
 cudaError_t sandwich_backward(const SandwichBackwardArgs& p, Type type, bool dual,
                               cudaStream_t stream);
 
-enum class Activation : int32_t { silu, gelu, gelu_tanh, relu, identity };
-
-struct GatedArgs {
-  Rows g, u, y;
-  int64_t rows;
-  int32_t width;
-};
-cudaError_t gated(const GatedArgs& p, Activation name, Type type, bool dual, cudaStream_t stream);
-
-struct GatedBackwardArgs {
-  Rows grad, g, u, g_bar, u_bar;
-  int64_t rows;
-  int32_t width;
-};
-cudaError_t gated_backward(const GatedBackwardArgs& p, Activation name, Type type, bool dual,
-                           cudaStream_t stream);
-
 // Rows of scratch that hold the parameter gradients of each block until they are summed.
 int64_t partial_rows(int64_t rows);
 

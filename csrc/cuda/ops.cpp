@@ -14,7 +14,6 @@
 
 #include <limits>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <vector>
 
@@ -151,18 +150,6 @@ class Call {
   cudaStream_t stream_;
 };
 
-Activation activation(const char* op, const std::string& name) {
-  const std::tuple<const char*, Activation> known[] = {{"silu", Activation::silu},
-                                                       {"gelu", Activation::gelu},
-                                                       {"gelu_tanh", Activation::gelu_tanh},
-                                                       {"relu", Activation::relu},
-                                                       {"identity", Activation::identity}};
-  for (const auto& [key, value] : known) {
-    if (name == key) return value;
-  }
-  STD_TORCH_CHECK(false, op, ".cuda: expected silu, gelu, gelu_tanh, relu or identity, got ", name);
-}
-
 Tensor norm_op(const Tensor& x, const std::optional<Tensor>& weight,
                const std::optional<Tensor>& bias, double eps, bool centre, bool dual) {
   Call call("norm", x, dual);
@@ -225,26 +212,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sandwich_backward_op(
   return {branch_bar, residual_bar, out_bar, in_bar};
 }
 
-Tensor gated_op(const Tensor& g, const Tensor& u, const std::string& name, bool dual) {
-  Call call("gated", g, dual);
-  const Tensor y = call.output();
-  call.check(gated({call.input(g, "g"), call.input(u, "u"), call.contiguous_rows(y), call.rows(),
-                    call.width()},
-                   activation("gated", name), call.type(), dual, call.stream()));
-  return y;
-}
-
-std::tuple<Tensor, Tensor> gated_backward_op(const Tensor& grad, const Tensor& g, const Tensor& u,
-                                             const std::string& name, bool dual) {
-  Call call("gated_backward", g, dual);
-  const Tensor g_bar = call.output(), u_bar = call.output();
-  call.check(gated_backward({call.input(grad, "grad"), call.input(g, "g"), call.input(u, "u"),
-                             call.contiguous_rows(g_bar), call.contiguous_rows(u_bar), call.rows(),
-                             call.width()},
-                            activation("gated_backward", name), call.type(), dual, call.stream()));
-  return {g_bar, u_bar};
-}
-
 }  // namespace
 }  // namespace stars::cuda
 
@@ -253,6 +220,4 @@ STABLE_TORCH_LIBRARY_IMPL(stars_fast, CUDA, m) {
   m.impl("norm_backward.cuda", TORCH_BOX(&stars::cuda::norm_backward_op));
   m.impl("sandwich.cuda", TORCH_BOX(&stars::cuda::sandwich_op));
   m.impl("sandwich_backward.cuda", TORCH_BOX(&stars::cuda::sandwich_backward_op));
-  m.impl("gated.cuda", TORCH_BOX(&stars::cuda::gated_op));
-  m.impl("gated_backward.cuda", TORCH_BOX(&stars::cuda::gated_backward_op));
 }

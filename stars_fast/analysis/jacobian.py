@@ -16,7 +16,7 @@ from stars_fast.dual.repeatable import repeatable
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Of B samples, fp64 on the CPU; NaN for samples whose state or Jacobian is not finite.
+    """Spectra of B samples, fp64 on the CPU; NaN where a state or Jacobian is not finite.
 
     radius: [B], the largest modulus of an eigenvalue: by so much a small displacement grows a turn,
         in the long run.

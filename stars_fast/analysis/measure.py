@@ -30,7 +30,7 @@ RESTARTS = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The plan of an analysis.
 
     turns: how many of the block.
     jacobian_at: the turns after which the Jacobian is taken.
@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found of a subject.
+    """Measurements of a subject.
 
     trajectory: of all samples.
     jacobian: by turn, of all samples.
@@ -116,7 +116,7 @@ class _Batch:
         self, loop: Loop, batch: MicroBatch, plan: Plan, number: int, say: Callable[[str], None]
     ) -> None:
         self.loop, self.batch, self.plan, self.say = loop, batch, plan, say
-        self.number, self.mask = number, batch.samples.mask
+        self.number, self.mask = number, batch.samples.real
         self.spectra: dict[int, Spectrum] = {}
         self.check: tuple[int, list[float], list[float]] | None = None
         self.losses = torch.zeros(plan.turns, dtype=torch.float64)
@@ -172,13 +172,13 @@ class _Batch:
         self.check = turn, ours, [self._arpack(turn, h, sample) for sample in finite]
 
     def _arpack(self, turn: int, h: Tensor, sample: int) -> float:
-        part = self.batch.samples.take([sample])
-        state = part.of(h)
+        part = self.batch.samples.subset([sample])
+        state = part.cut(h)
         try:
             radius = spectral_radius(
-                self.loop.turn(state, part.samples),
+                self.loop.turn(state, part.tokens),
                 state,
-                mask=part.samples.mask,
+                mask=part.tokens.real,
                 method="arnoldi",
                 steps=RESTARTS,
                 tol=self.plan.tol,

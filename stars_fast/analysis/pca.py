@@ -28,8 +28,9 @@ def project(paths: np.ndarray, components: int = 2, origin: np.ndarray | None = 
     The sign of an axis is such that its largest entry is positive. Points that are not finite are
     left out of the basis. With an `origin` [D] the variance is taken about it, and not the mean.
 
-    Raises ValueError if `paths` is not three-dimensional, has no finite point, or D is less than
-    `components`.
+    Raises:
+        ValueError: `paths` is not three-dimensional, has no finite point, or D is less than
+            `components`.
     """
     if paths.ndim != 3:
         raise ValueError(f"paths must be [N, T + 1, D], got {list(paths.shape)}")

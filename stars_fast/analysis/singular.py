@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stars_fast.dual.repeatable import repeatable
 from stars_fast.jsrr import fused_jvp
-from stars_fast.rows import Rows
+from stars_fast.ops.sample_norms import sample_norms
 
 
 class SingularMoments(NamedTuple):
@@ -64,7 +64,7 @@ def singular_moments(
         raise TypeError("h: expected a floating-point tensor")
     if probes < 1:
         raise ValueError(f"probes: expected at least 1, got {probes!r}")
-    rows, kwargs, block = Rows.of(h, mask, None), kwargs or {}, repeatable(block)
+    rows, kwargs, block = sample_norms(h, mask), kwargs or {}, repeatable(block)
     squares = torch.zeros_like(rows.sizes, dtype=torch.float64)
     fourths = torch.zeros_like(squares)
     for _ in range(probes):

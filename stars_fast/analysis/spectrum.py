@@ -1,9 +1,8 @@
 """The spectral radius of a looped block at a state: how fast its turns converge there.
 
-All methods only apply the Jacobian, through `fused_jvp`. Power iteration and Krylov spaces run the
-whole batch at once; Arnoldi (SciPy's ARPACK) takes samples one by one. Where several eigenvalues
-have nearly the same modulus the latter two need far fewer products, and power iteration may settle
-below the radius.
+Both methods only apply the Jacobian, through `fused_jvp`. Krylov spaces run the whole batch at
+once; Arnoldi (SciPy's ARPACK) takes samples one by one. Power iteration is no third: where several
+eigenvalues have nearly the same modulus it needs far more products, or settles below the radius.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stars_fast.analysis.krylov import Radius, krylov_radius, unit
+from stars_fast.analysis.krylov import Radius, krylov_radius
 from stars_fast.dual.repeatable import repeatable
 from stars_fast.jsrr import fused_jvp
-from stars_fast.rows import Rows, sample_of
+from stars_fast.ops.sample_norms import SampleNorms, sample_norms
+from stars_fast.tokens import take_rows
 
 Operator = Callable[[Tensor], Tensor]
 
@@ -30,7 +30,7 @@ def spectral_radius(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
     mask: Tensor | None = None,
-    method: Literal["krylov", "power", "arnoldi"] = "krylov",
+    method: Literal["krylov", "arnoldi"] = "krylov",
     steps: int = 200,
     tol: float = 1e-4,
     generator: torch.Generator | None = None,
@@ -47,12 +47,11 @@ def spectral_radius(
         args, kwargs: further arguments of `block`. For "arnoldi", tensors among them whose first
             dimension is B are cut along with `h`.
         mask: [B, S] for h [B, S, D], True for real tokens: the Jacobian is restricted to them.
-        method: "krylov" (all samples at once, keeps up to 65 states), "power" (all at once, keeps
-            two; may settle below the radius) or "arnoldi" (ARPACK, one sample at a time).
+        method: "krylov" (all samples at once, keeps up to 65 states) or "arnoldi" (ARPACK, one
+            sample at a time).
         steps: most products with the Jacobian, or restarts ("arnoldi"), per sample.
-        tol: at which to stop: the residual ||J y - theta y|| / |theta| of an eigenpair ("krylov",
-            "arnoldi"), or the relative change from product to product ("power"). Of a normal
-            Jacobian the first is the accuracy of theta too; of others the radius may be some
+        tol: at which to stop: the residual ||J y - theta y|| / |theta| of an eigenpair. Of a normal
+            Jacobian it is the accuracy of theta too; of others the radius may be some
             percent off where the residual is small. (The exact radius of a causal block is the
             largest, over the tokens, of those of its Jacobian's diagonal blocks.)
         generator: of the random start.
@@ -65,11 +64,11 @@ def spectral_radius(
         RuntimeError: ARPACK found no eigenvalue within `steps` restarts; the sample is named.
 
     Warns:
-        RuntimeWarning: power iteration or the Krylov space did not settle to `tol` within `steps`;
+        RuntimeWarning: the Krylov space did not settle to `tol` within `steps`;
             the last estimate is returned.
     """
-    if method not in ("krylov", "power", "arnoldi"):
-        raise ValueError(f"method: expected 'krylov', 'power' or 'arnoldi', got {method!r}")
+    if method not in ("krylov", "arnoldi"):
+        raise ValueError(f"method: expected 'krylov' or 'arnoldi', got {method!r}")
     rows = _checked_rows(h, mask, steps, tol)
     kwargs = kwargs or {}
     if method == "krylov":
@@ -80,8 +79,6 @@ def spectral_radius(
         return found.radius.to(rows.dtype)
     start = _start(h, rows, generator)
     with torch.no_grad():
-        if method == "power":
-            return _power(_jacobian(block, h, args, kwargs, rows), start, steps, tol)
         radii = [
             _arnoldi(block, h, (args, kwargs), rows, start, index, steps, tol)
             for index in range(h.shape[0])
@@ -111,18 +108,22 @@ def settled_radius(
     return krylov_radius(apply, _start(h, rows, generator), steps=steps, tol=tol)
 
 
-def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> Rows:
+def _checked_rows(h: Tensor, mask: Tensor | None, steps: int, tol: float) -> SampleNorms:
     if not isinstance(h, Tensor) or not h.is_floating_point():
         raise TypeError("h: expected a floating-point tensor")
     if steps < 2:
         raise ValueError(f"steps: expected at least 2, got {steps!r}")
     if not 0 < tol < 1:
         raise ValueError(f"tol: expected a number in (0, 1), got {tol!r}")
-    return Rows.of(h, mask, None)
+    return sample_norms(h, mask)
 
 
 def _jacobian(
-    block: Callable[..., Any], h: Tensor, args: Sequence[Any], kwargs: dict[str, Any], rows: Rows
+    block: Callable[..., Any],
+    h: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    rows: SampleNorms,
 ) -> Operator:
     """The Jacobian of all samples at once, on their real tokens; one for all products, also where
     the block draws random numbers."""
@@ -135,7 +136,7 @@ def _jacobian(
     return apply
 
 
-def _start(h: Tensor, rows: Rows, generator: torch.Generator | None) -> Tensor:
+def _start(h: Tensor, rows: SampleNorms, generator: torch.Generator | None) -> Tensor:
     """A random vector of each sample, 0 on pads."""
     start = torch.randn(h.shape, generator=generator, device=h.device, dtype=rows.dtype)
     return start if rows.valid is None else start * rows.valid
@@ -151,65 +152,11 @@ def _warn_unsettled(unsettled: int, samples: int, steps: int, tol: float) -> Non
         )
 
 
-# -- power iteration
-
-
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """[B] in fp64."""
-    return (a.double() * b.double()).flatten(1).sum(1)
-
-
-def _ritz_radius(previous: Tensor, growth: Tensor, v: Tensor, w: Tensor) -> Tensor:
-    """Radius of J on span(previous, v), where J previous = growth v and J v = w.
-
-    Two dimensions, because the dominant eigenvalues of a real matrix may be a complex pair, or a
-    real one and its negative: the iterates then turn in a plane for ever.
-    """
-    c = _dot(previous, v)
-    s = (1 - c * c).clamp_min(0).sqrt()
-    in_line = s < torch.finfo(v.dtype).eps ** 0.5
-    s = torch.where(in_line, 1.0, s)
-    # q1 = previous, q2 = (v - c q1) / s; J q1 = growth (c q1 + s q2), J q2 = (w - c growth v) / s.
-    h11, h21 = growth * c, growth * s
-    q1_w, v_w = _dot(previous, w), _dot(v, w)
-    h12 = (q1_w - c * growth * c) / s
-    h22 = ((v_w - c * growth) / s - c * h12) / s
-    half_trace = (h11 + h22) / 2
-    determinant = h11 * h22 - h12 * h21
-    gap = half_trace * half_trace - determinant
-    real = half_trace.abs() + gap.clamp_min(0).sqrt()
-    radius = torch.where(gap >= 0, real, determinant.clamp_min(0).sqrt())
-    return torch.where(in_line, v_w.abs(), radius)
-
-
-def _power(apply: Operator, start: Tensor, steps: int, tol: float) -> Tensor:
-    previous, _ = unit(start)
-    v, growth = unit(apply(previous))
-    radius = growth
-    settled = torch.zeros_like(growth)
-    for _ in range(steps - 1):
-        w = apply(v)
-        estimate = _ritz_radius(previous, growth, v, w)
-        change = (estimate - radius).abs()
-        settled = torch.where(change <= tol * estimate, settled + 1, 0.0)
-        radius = estimate
-        if bool((settled >= 5).all()):
-            break
-        previous = v
-        v, growth = unit(w)
-    else:
-        _warn_unsettled(int((settled < 1).sum()), len(radius), steps, tol)
-    return radius.to(start.dtype)
-
-
-# -- Arnoldi
-
-
 def _arnoldi(
     block: Callable[..., Any],
     h: Tensor,
     extra: tuple[Sequence[Any], dict[str, Any]],
-    rows: Rows,
+    rows: SampleNorms,
     start: Tensor,
     index: int,
     steps: int,
@@ -219,7 +166,7 @@ def _arnoldi(
     from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigs
 
     block = repeatable(block)
-    sample, (args, kwargs) = sample_of(h, extra, index)
+    sample, (args, kwargs) = _sample_of(h, extra, index)
     keep = torch.ones_like(sample, dtype=torch.bool)
     if rows.valid is not None:
         keep = keep & (rows.valid[index : index + 1] > 0)
@@ -251,3 +198,9 @@ def _arnoldi(
             ) from error
         values = error.eigenvalues
     return float(np.abs(values).max())
+
+
+def _sample_of(h: Tensor, tree: Any, index: int) -> tuple[Tensor, Any]:
+    """Sample `index` of a state and of the arguments that go with it, as a batch of one."""
+    chosen = torch.tensor([index], device=h.device)
+    return h[index : index + 1], take_rows(tree, chosen, h.shape[0], h.shape[1])

@@ -1,9 +1,8 @@
-"""What an analysis looks at: a model of a run or a checkpoint, and the samples it is watched on."""
+"""Subjects of an analysis: a model of a run or checkpoint, and the samples it is watched on."""
 
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +13,16 @@ import torch
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
-from stars_fast.base.optional import need
 from stars_fast.base.plots import TrainedDepth
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.base.seeds import derive
-from stars_fast.data.addition import AdditionData
-from stars_fast.data.batches import HostBatch, MicroBatch, Source, micro_batch, to_device
-from stars_fast.data.samples import Samples
+from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
+from stars_fast.data.documents import PaddedChats, TokenDocuments
 from stars_fast.data.sources import READERS
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.models.families.looped_lm import LoopedLoop
-from stars_fast.models.folders import check_exists, check_folder
+from stars_fast.evaluation.run_data import data_of, open_data
+from stars_fast.models.families import checkpoint_config, family_of
 from stars_fast.models.loop import Loop
-from stars_fast.training.addition import Sums, load_model
-from stars_fast.training.config import load_config
+from stars_fast.models.saved import find_model, load_model, load_tokenizer
 
 Document = tuple[np.ndarray, np.ndarray]
 """Tokens [S] and, for each, whether it is to be predicted, [S] bool."""
@@ -37,8 +32,8 @@ Document = tuple[np.ndarray, np.ndarray]
 class Request:
     """Which samples to look at.
 
-    samples: how many. length: tokens kept of each (of an Ouro's). batch: samples at once.
-    text: file or hub id of the samples of an Ouro, instead of its validation data.
+    samples: how many. length: tokens kept of each document. batch: samples at once.
+    text: file or hub id of samples, instead of what the run holds out.
     step: checkpoint of a run; the newest if None.
     """
 
@@ -84,138 +79,68 @@ class Subject:
 
 
 def find_subject(source: str, request: Request) -> Subject:
-    """The model of a run folder, an Ouro checkpoint in the public layout or one of the hub.
+    """The model of a run folder, of a checkpoint folder or of the hub.
 
-    Raises ConfigError if there is no such model, or no samples for it.
+    Raises:
+        ConfigError: there is no such model, or no samples for it.
     """
-    folder = RunFolder(source)
-    config = load_config(str(folder.config)) if folder.config.exists() else None
-    if config is not None and config.task == "addition":
-        return _addition_run(source, config, request)
-    if config is None:
-        try:
-            check_exists(source)
-            check_folder(source)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-    return _ouro(source, config, request)
-
-
-# -- the addition study
-
-
-def _addition_run(source: str, config: Any, request: Request) -> Subject:
-    if request.text is not None:
-        raise ConfigError(
-            f"--text is for Ouro; {source} is a run of the addition study, which is watched on its "
-            "unseen sums"
-        )
-    checkpoint = RunFolder(source).checkpoint(request.step)
-    try:
-        data = AdditionData(config.data)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{source}: data: {error}") from error
-    count = min(request.samples, len(data.test))
-    step = int(checkpoint.name.removeprefix("step-"))
-
-    def load() -> Loop:
-        return _frozen(LoopedLoop(load_model(source, step)[0]).float().to(request.device))
-
-    def accuracy(loop: Loop, turns: Sequence[int]) -> dict[int, float]:
-        assert isinstance(loop, LoopedLoop)
-        return evaluate(loop.model, data, turns)
-
-    return Subject(
-        source=source,
-        name=config.name,
-        what=f"step {step}, {count} unseen {config.data.digits}-digit sums",
-        load=load,
-        batches=_batches(Unseen(data), count, request),
-        trained=config.trained_turns,
-        accuracy=accuracy,
-    )
-
-
-class Unseen(Sums):
-    """The unseen sums as a source of batches."""
-
-    def __len__(self) -> int:
-        return len(self.data.test)
-
-    def batch(self, units: np.ndarray) -> HostBatch:
-        tokens, targets, mask = self.data.batch("test", torch.from_numpy(units))
-        return HostBatch(tokens, targets, Samples(len(units), mask))
-
-
-# -- Ouro
-
-
-def _ouro(source: str, config: Any, request: Request) -> Subject:
-    """A run with its configuration, or a checkpoint without one."""
-    need("transformers", "Ouro models")
-    from stars_fast.data.documents import PaddedChats
-    from stars_fast.models.families.ouro import OuroLoop
-    from stars_fast.models.ouro.config import OuroConfig
-    from stars_fast.models.saved import find_model, load_model, load_tokenizer
-
-    if request.text is None and config is None:
+    if request.text is None and not RunFolder(source).config.exists():
+        family_of(source)
         raise ConfigError(
             f"{source} is no run folder; for a checkpoint or a hub id give samples with --text"
         )
-    if request.text is None and not config.data.validation:
-        raise ConfigError(f"{source} holds out no validation data: give samples with --text")
     found = find_model(source, request.step)
-    tokenizer = load_tokenizer(found)
+    exact = found.step is not None and data_of(found)[0].exact_match
     if request.text is None:
-        documents, data = _validation(source, config, tokenizer, request), "validation chats"
+        data = open_data(found)
+        held_out, what = data.held_out, f"held-out {data.unit}"
+        if held_out is None:
+            raise ConfigError(f"{source} holds out no validation data: give samples with --text")
+        if isinstance(held_out, PaddedChats):
+            held_out, what = _cut_documents(held_out, request), _cut_to(what, request)
+        else:
+            what = f"unseen {data.unit}"
     else:
-        documents, data = _texts(request.text, tokenizer, request), f"texts of {request.text}"
-    if config is None:
-        trained = OuroConfig.from_pretrained(source).total_ut_steps
-    else:
-        trained = config.trained_turns
+        if exact:
+            raise ConfigError(
+                f"--text is for models of text; {source} is a run of sums, which is watched on its "
+                "unseen sums"
+            )
+        tokenizer = load_tokenizer(found)
+        documents = TokenDocuments(_texts(request.text, tokenizer, request))
+        held_out = PaddedChats(documents, tokenizer.pad_token_id or 0)
+        what = _cut_to(f"texts of {request.text}", request)
+    count = min(request.samples, len(held_out))
+    samples = held_out
+
+    def accuracy(loop: Loop, turns: Sequence[int]) -> dict[int, float]:
+        return evaluate(loop, samples, turns)
+
     where = "checkpoint" if found.step is None else f"step {found.step}"
-    chats = PaddedChats(Documents(documents), tokenizer.pad_token_id or 0)
+    trained = found.trained
+    if found.step is None:
+        trained = found.family.turns_of(checkpoint_config(source))
     return Subject(
         source=source,
         name=found.label,
-        what=f"{where}, {len(documents)} {data}, of each at most {request.length} tokens",
-        load=lambda: _frozen(OuroLoop(load_model(found, torch.float32, str(request.device)))),
-        batches=_batches(chats, len(documents), request),
-        trained=trained,
+        what=f"{where}, {count} {what}",
+        load=lambda: _frozen(
+            found.family.loop(load_model(found, torch.float32, str(request.device)))
+        ),
+        batches=_batches(samples, count, request),
+        trained=trained or 1,
+        accuracy=accuracy if exact else None,
     )
 
 
-def _validation(source: str, config: Any, tokenizer: Any, request: Request) -> list[Document]:
-    from stars_fast.data.tokenised import load_chats
-
-    seed = derive(config.seed, "data") % 2**32
-    try:
-        chats = load_chats(config.data, tokenizer, seed, quiet=True)[1]
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{source}: {error}") from error
-    assert chats is not None
-    return _cut((chats.document(i) for i in range(len(chats))), request)
+def _cut_to(what: str, request: Request) -> str:
+    return f"{what}, of each at most {request.length} tokens"
 
 
-class Documents:
-    """Tokenised texts in memory, as a source of padded batches takes them."""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self.documents = documents
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([len(tokens) for tokens, _ in self.documents])
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def document(self, index: int) -> Document:
-        return self.documents[index]
-
-    def fingerprint(self) -> int:
-        return zlib.crc32(b"".join(tokens.tobytes() for tokens, _ in self.documents))
+def _cut_documents(padded: PaddedChats, request: Request) -> PaddedChats:
+    chats = padded.chats
+    documents = _cut((chats.document(i) for i in range(len(chats))), request)
+    return PaddedChats(TokenDocuments(documents), padded.pad)
 
 
 def _texts(text: str, tokenizer: Any, request: Request) -> list[Document]:
@@ -254,7 +179,9 @@ def _plain(texts: Iterable[str | None], tokenizer: Any) -> Iterable[Document]:
 def _cut(documents: Iterable[Document], request: Request) -> list[Document]:
     """The first samples that have a token to predict, cut off on the right.
 
-    Raises ConfigError if none has."""
+    Raises:
+        ConfigError: none has.
+    """
     kept: list[Document] = []
     for tokens, targets in documents:
         if len(kept) == request.samples:
@@ -267,9 +194,6 @@ def _cut(documents: Iterable[Document], request: Request) -> list[Document]:
             f"no samples: no text has a token to predict within its first {request.length} tokens"
         )
     return kept
-
-
-# -- both
 
 
 def _frozen(loop: Loop) -> Loop:

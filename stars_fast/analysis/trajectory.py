@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stars_fast.base.checks import check_integer, check_number
 from stars_fast.dual.dual_pass import first_output
-from stars_fast.rows import Rows
+from stars_fast.ops.sample_norms import sample_norms
 
 Block = Callable[[Tensor], Tensor]
 """One turn, h [B, ..., D] -> the same shape, that treats the rows of the batch independently."""
@@ -132,7 +132,7 @@ class _Measure:
     """Norms over the real entries of a sample, or of a token."""
 
     def __init__(self, h: Tensor, mask: Tensor | None, per_token: bool) -> None:
-        rows = Rows.of(h, mask, None)
+        rows = sample_norms(h, mask)
         self.real = None if rows.valid is None else rows.valid != 0  # [B, S, 1]
         self.per_token = per_token
         self.sizes = rows.sizes.double()
@@ -182,7 +182,8 @@ def convergence_turns(residual: Tensor, tol: float) -> list[int | None]:
     """For each sample of `residual` [T, B] the first turn from which on it stays below `tol`; None
     where it never does.
 
-    Raises ValueError if `tol` is not positive.
+    Raises:
+        ValueError: `tol` is not positive.
     """
     check_number("tol", tol, 0.0, open_low=True)
     below = (residual < tol).flip(0).long().cumprod(0).sum(0)  # turns at the end that are

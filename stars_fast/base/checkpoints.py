@@ -83,7 +83,7 @@ def _plain(name: str) -> str:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of `model`: references, not copies; a tied parameter once.
+    """The tensors of `model` as a checkpoint holds them: references; a tied parameter once.
 
     It brings an FSDP model into its shards, so it comes before `parameters_of`.
     """
@@ -155,7 +155,7 @@ def damaged_checkpoint(path: Path, error: BaseException) -> ConfigError:
 
 
 def failure_reason(error: BaseException) -> str:
-    """What went wrong first, without the tracebacks of all processes."""
+    """The first error, without the tracebacks of all processes."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ import stars_fast
 
 
 def describe(device: torch.device | str) -> dict[str, Any]:
-    """What a figure was measured on."""
+    """The machine and versions that a figure was measured on."""
     cuda = torch.device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else cpu_name(),

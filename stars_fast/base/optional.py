@@ -10,13 +10,13 @@ _PACKAGES = {"yaml": "pyyaml", "lm_eval": "lm-eval"}
 """Names on the package index, where they are not those of the modules."""
 
 _EXTRAS = {
+    "jinja2": "train",
     "matplotlib": "train",
     "safetensors": "train",
     "tqdm": "train",
     "yaml": "train",
     "accelerate": "ouro",
     "datasets": "ouro",
-    "jinja2": "ouro",
     "tokenizers": "ouro",
     "transformers": "ouro",
     "lm_eval": "eval",
@@ -35,8 +35,11 @@ class MissingPackageError(ImportError, ConfigError):
 
 
 def need(module: str, purpose: str) -> ModuleType:
-    """The module. Raises MissingPackageError if it is not there; `purpose`, in the plural, is what
-    needs it."""
+    """The module.
+
+    Raises:
+        MissingPackageError: it is not there; `purpose`, in the plural, is what needs it.
+    """
     try:
         with quiet_import():
             return import_module(module)

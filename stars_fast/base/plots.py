@@ -37,8 +37,9 @@ def accuracy_against_turns(
     trained_depth: the turns of the training, a number or (fewest, most), shaded; or one of these
         for each label, drawn as a bar in the label's colour under the lines.
 
-    Raises ValueError if there is nothing to draw, an accuracy is outside [0, 1], or
-    `trained_depth` names a label that `accuracy` lacks.
+    Raises:
+        ValueError: there is nothing to draw, an accuracy is outside [0, 1], or `trained_depth`
+            names a label that `accuracy` lacks.
     """
     if not accuracy or not all(accuracy.values()):
         raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
@@ -72,8 +73,9 @@ def accuracy_against_compute(
     points: {label: [(mean turns, accuracy in [0, 1]), ...]}, drawn in the order of the turns.
     ylabel: what is counted as right.
 
-    Raises ValueError if there is nothing to draw, an accuracy is outside [0, 1], or a mean number
-    of turns is not positive.
+    Raises:
+        ValueError: there is nothing to draw, an accuracy is outside [0, 1], or a mean number of
+            turns is not positive.
     """
     if not points or not all(points.values()):
         raise ValueError(f"points must hold at least one point for every label, got {points}")
@@ -139,7 +141,8 @@ def accuracy_and_radius(
     accuracy: {label: {turns: accuracy in [0, 1]}}. radius: {label: {turns: radius}}, of the same
         labels. Turns are on a logarithmic axis.
 
-    Raises ValueError if there is nothing to draw, or the labels differ.
+    Raises:
+        ValueError: there is nothing to draw, or the labels differ.
     """
     if not accuracy or not all(accuracy.values()):
         raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
@@ -169,7 +172,8 @@ def loss_against_turns(
     losses: {label: {turns: loss in nats}}. Turns are on a logarithmic axis.
     trained_depth: the turns of the training, a number or (fewest, most), shaded.
 
-    Raises ValueError if there is nothing to draw.
+    Raises:
+        ValueError: there is nothing to draw.
     """
     if not losses or not all(losses.values()):
         raise ValueError(f"losses must hold at least one point for every label, got {losses}")
@@ -201,7 +205,8 @@ def training_curves(
         `penalty`, `grad_norm`, `lr`; a panel is drawn if any row has its value. Missing and None
         values are left out.
 
-    Raises ValueError if no row holds any of them.
+    Raises:
+        ValueError: no row holds any of them.
     """
     by_label = dict(runs) if isinstance(runs, Mapping) else {"": runs}
     panels = [
@@ -307,7 +312,7 @@ def _ends(trained: TrainedDepth) -> tuple[float, float]:
 
 
 def colour_of(index: int) -> str:
-    """Of the label of this number."""
+    """The colour of the label of this number."""
     return COLOURS[index % len(COLOURS)]
 
 
@@ -320,7 +325,11 @@ def new_figure(
     panels: int, width: float, height: float, columns: int = 1
 ) -> "tuple[Figure, list[Axes]]":
     """An empty figure of so many inches, and its panels row by row; with several columns they share
-    the vertical axis too. Raises ImportError without matplotlib."""
+    the vertical axis too.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
     figure = blank_figure(width, height)
     rows = -(-panels // columns)
     grid = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False)
@@ -334,7 +343,11 @@ def new_figure(
 
 
 def blank_figure(width: float, height: float) -> "Figure":
-    """Of so many inches. Raises ImportError without matplotlib."""
+    """An empty figure of so many inches.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
     need("matplotlib.figure", "figures")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -1,6 +1,5 @@
 """The folder of a run, as everything that reads one finds its way in it."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +59,3 @@ class RunFolder:
         if not isinstance(found, dict):
             raise ConfigError(f"{self.config} must be a mapping of settings, got {found!r}")
         return found
-
-
-TASKS = {"addition": ("looped_lm", "sums"), "ouro": ("ouro", "chats")}
-"""`model.family` and `data.kind` that a recipe's `task` stands for."""
-
-
-def names_of(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """The names of the family and of the kind of data of a run's settings: `model.family` and
-    `data.kind`, or else those of `task`.
-
-    Raises:
-        ConfigError: there is no such task.
-    """
-    task = settings.get("task", "addition")
-    if task not in TASKS:
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    sections = (settings.get("model"), "family"), (settings.get("data"), "kind")
-    family, kind = (
-        section.get(key, name) if isinstance(section, Mapping) else name
-        for (section, key), name in zip(sections, TASKS[task], strict=True)
-    )
-    return str(family), str(kind)

@@ -35,8 +35,9 @@ def build(cls: type, mapping: Any, where: str = "") -> Any:
     it ("1e-3", "true", "none", "1,2,4"). `where` is the dotted path of `cls` in the tree, for
     messages.
 
-    Raises ConfigError for an unknown key (with the nearest name), a missing one, a value of the
-    wrong type, and whatever the dataclass itself refuses.
+    Raises:
+        ConfigError: an unknown key (with the nearest name), a missing one, a value of the wrong
+            type, and whatever the dataclass itself refuses.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{where or 'the recipe'}: expected a mapping, got {mapping!r}")
@@ -192,7 +193,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _field_helps(doc: str, names: list[str]) -> dict[str, str]:
-    """What a docstring says of each of `names`, on one line each."""
+    """The sentences of a docstring on each of `names`, on one line each."""
     one = "|".join(map(re.escape, names))
     pattern = re.compile(rf"(?:^|(?<=\s))((?:{one})(?:, (?:{one}))*):\s")
     helps: dict[str, str] = {}

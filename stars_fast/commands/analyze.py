@@ -19,13 +19,18 @@ JACOBIAN_AT = (1, 2, 4, 8, 16, 32, 64)
 def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
-    Raises SystemExit or ConfigError for a mistake in the options.
+    Raises:
+        SystemExit, ConfigError: a mistake in the options.
     """
     return _analyze(options_of(words))
 
 
 def options_of(words: Sequence[str]) -> argparse.Namespace:
-    """The options as they are given. Raises SystemExit for a mistake, or for --help."""
+    """The options as they are given.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
     parser = argparse.ArgumentParser(
         "stars-fast analyze",
         description="How the state moves from turn to turn, its Jacobian at some of them, and the "
@@ -79,7 +84,7 @@ def _tolerance(text: str) -> float:
 
 def _analyze(options: argparse.Namespace) -> int:
     from stars_fast.analysis.measure import Plan, measure
-    from stars_fast.analysis.report import write_report
+    from stars_fast.analysis.report.writing import write_report
     from stars_fast.analysis.subjects import Request, find_subject
     from stars_fast.base.optional import need
     from stars_fast.evaluation.loading import device_for, make_folder
@@ -117,7 +122,11 @@ def _analyze(options: argparse.Namespace) -> int:
 
 
 def _jacobian_at(options: argparse.Namespace) -> tuple[int, ...]:
-    """In rising order. Raises ConfigError for a turn that is not run."""
+    """In rising order.
+
+    Raises:
+        ConfigError: a turn that is not run.
+    """
     from stars_fast.base.errors import ConfigError
 
     if options.turns < 2:

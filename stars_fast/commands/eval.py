@@ -46,7 +46,8 @@ examples:
 def main(words: Sequence[str]) -> int:
     """Run the command; returns its exit code.
 
-    Raises SystemExit or ConfigError for a mistake in the options.
+    Raises:
+        SystemExit, ConfigError: a mistake in the options.
     """
     args = options_of(words)
     kind = TASKS if args.tasks else TEXT if args.text else ADDITION
@@ -77,7 +78,11 @@ def main(words: Sequence[str]) -> int:
 
 
 def options_of(words: Sequence[str]) -> argparse.Namespace:
-    """The options as they are given. Raises SystemExit for a mistake, or for --help."""
+    """The options as they are given.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
     parser = argparse.ArgumentParser(
         "stars-fast eval",
         description="Accuracy at each number of turns, for each model: a table, a JSON file and a "
@@ -160,7 +165,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _check(args: argparse.Namespace, kind: str) -> None:
-    """Raises ConfigError for an option that the kind of evaluation has not."""
+    """Raise ConfigError for an option that the kind of evaluation has not."""
     for name, kinds in _KINDS.items():
         if getattr(args, name) is not None and kind not in kinds:
             raise ConfigError(f"--{name.replace('_', '-')} is an option of {' and '.join(kinds)}")

@@ -12,12 +12,14 @@ from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.report import labels_of
+from stars_fast.evaluation.run_data import data_of, open_data
 from stars_fast.models.adaptive import Per
 from stars_fast.models.folders import check_exists, check_folder
+from stars_fast.models.saved import find_model, load_model
 
 Curve = dict[int, float]
 Curves = dict[Per, dict[float, Point]]
-"""What adaptive depth gives, by what rests and by tolerance."""
+"""Points of adaptive depth, by what rests and by tolerance."""
 
 
 def run_addition(
@@ -32,34 +34,38 @@ def run_addition(
     """Evaluate, print tables, and write evaluation.json, evaluation.png and, with tolerances,
     compute.png to `out`.
 
-    Raises ConfigError for a run that is not there, or whose data can't be made, and for a tolerance
-    out of range.
+    Raises:
+        ConfigError: a run that is not there, or whose data can't be made, and for a tolerance out
+            of range.
     """
     from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
-    from stars_fast.data.addition import AdditionData
-    from stars_fast.training.addition import load_model
 
     if any(not 0 <= tol < 1 for tol in tols):
         raise ConfigError(f"--tol must be in [0, 1), got {','.join(map(str, tols))}")
     for run in runs:
         if not (Path(run) / "config.yaml").exists():
             raise ConfigError(_no_run(run))
-    loaded = {str(run): load_model(run, step) for run in runs}
+    sources = {str(run): find_model(run, step) for run in runs}
+    for run, source in sources.items():
+        if not data_of(source)[0].exact_match:
+            raise ConfigError(
+                f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on "
+                "sums: it is evaluated with --tasks or --text"
+            )
     accuracy: dict[str, Curve] = {}
     adaptive: dict[str, Curves] = {}
     samples = {}
-    for run, (model, config) in loaded.items():
-        try:
-            data = AdditionData(config.data)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{run}: data: {error}") from error
-        accuracy[run] = evaluate(model, data, turns, limit=limit)
-        samples[run] = min(limit, len(data.test))
+    for run, source in sources.items():
+        sums = open_data(source).held_out
+        assert sums is not None
+        loop = source.family.loop(load_model(source))
+        accuracy[run] = evaluate(loop, sums, turns, limit=limit)
+        samples[run] = min(limit, len(sums))
         if tols:
             adaptive[run] = {
-                each: evaluate_adaptive(model, data, tols, max(turns), each, limit) for each in per
+                each: evaluate_adaptive(loop, sums, tols, max(turns), each, limit) for each in per
             }
-    labels = labels_of({run: config.name for run, (_, config) in loaded.items()})
+    labels = labels_of({run: source.label for run, source in sources.items()})
     print(_table({labels[run]: values for run, values in accuracy.items()}))
 
     out.mkdir(parents=True, exist_ok=True)
@@ -74,7 +80,7 @@ def run_addition(
         {labels[run]: values for run, values in accuracy.items()},
         out / "evaluation.png",
         title="Exact match on unseen sums",
-        trained_depth={labels[run]: config.trained_turns for run, (_, config) in loaded.items()},
+        trained_depth={labels[run]: source.trained or 0 for run, source in sources.items()},
     )
     made = [out / "evaluation.json", out / "evaluation.png"]
     if tols:
@@ -116,7 +122,7 @@ def _adaptive_table(found: Curves) -> str:
 
 
 def _no_run(path: str) -> str:
-    """What to say of a path that is no run folder."""
+    """An error for a path that is no run folder."""
     try:
         check_exists(path)
         check_folder(path)

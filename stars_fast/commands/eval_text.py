@@ -42,7 +42,8 @@ class TextOptions:
 def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
     """Evaluate, print a table, and write text-loss.json and text-loss.png to `out`.
 
-    Raises ConfigError for a mistake in the options.
+    Raises:
+        ConfigError: a mistake in the options.
     """
     from stars_fast.base.plots import loss_against_turns
 
@@ -86,7 +87,8 @@ def _loss_of(source: ModelSource, texts: Sequence[str], options: TextOptions) ->
 def read_texts(options: TextOptions) -> Iterator[str]:
     """The texts of a .txt file (one), or of the column of a data set.
 
-    Raises ConfigError if they can't be read.
+    Raises:
+        ConfigError: they can't be read.
     """
     from stars_fast.data.chat import ChatDataConfig
     from stars_fast.data.sources import find_source

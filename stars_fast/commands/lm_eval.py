@@ -11,7 +11,9 @@ from stars_fast.evaluation.harness import TASKS
 def main(words: Sequence[str]) -> int:
     """Run lm-eval with `words` as its arguments; returns its exit code.
 
-    Raises SystemExit as lm-eval does, ConfigError if it is not installed.
+    Raises:
+        SystemExit: as lm-eval does.
+        ConfigError: lm-eval is not installed.
     """
     register()
     cli = need("lm_eval._cli", "stars-fast lm-eval").HarnessCLI

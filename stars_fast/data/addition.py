@@ -7,7 +7,7 @@ end token only.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,9 @@ class AdditionConfig:
 
     A file has one sum a line, as `read_jsonl` describes.
 
-    Raises ValueError that names the first field that is out of range, or if more sums are asked
-    for than exist.
+    Raises:
+        ValueError: it names the first field that is out of range, or if more sums are asked for
+            than exist.
     """
 
     digits: int = 4
@@ -92,14 +93,17 @@ class AdditionData:
     """The train and test sums of a configuration, encoded; no test sum is a training sum.
 
     `train` and `test` are [N, 3 digits + 4] int64, `train_pairs` and `test_pairs` the operands
-    [N, 2] int64. `max_length` is the length of a batch. (a, b) and (b, a) count as two sums.
+    [N, 2] int64. `max_length` is the length of a batch. (a, b) and (b, a) count as two sums. `ids`
+    are the tokens of another vocabulary for those of `AdditionTokenizer`; batches are in them.
 
-    Raises ValueError if the files share sums, if a line of a file is bad, or if there are not
-    enough different sums.
+    Raises:
+        ValueError: the files share sums, if a line of a file is bad, or if there are not enough
+            different sums.
     """
 
-    def __init__(self, config: AdditionConfig) -> None:
+    def __init__(self, config: AdditionConfig, ids: Sequence[int] | None = None) -> None:
         self.config = config
+        self.ids = None if ids is None else torch.tensor(ids)
         self.tokenizer = AdditionTokenizer()
         self.max_length = 3 * config.digits + 3
         train, test = _pairs(config)
@@ -110,7 +114,10 @@ class AdditionData:
     def batch(self, split: str, indices: Tensor) -> Batch:
         """The sums of `split` ("train" or "test") at `indices` [B] int64, as a `Batch`.
 
-        S = `max_length` always, so shapes never change. Raises ValueError for another split.
+        S = `max_length` always, so shapes never change.
+
+        Raises:
+            ValueError: another split.
         """
         if split not in ("train", "test"):
             raise ValueError(f"split must be 'train' or 'test', got {split!r}")
@@ -119,7 +126,29 @@ class AdditionData:
         first = 2 * self.config.digits + 1  # the place of `=`, which predicts the answer
         silent = torch.arange(self.max_length) < first
         targets = targets.masked_fill(silent | (targets == self.tokenizer.pad_id), IGNORE)
-        return Batch(tokens, targets, tokens != self.tokenizer.pad_id)
+        mask = tokens != self.tokenizer.pad_id
+        if self.ids is not None:
+            tokens = self.ids[tokens]
+            targets = torch.where(targets == IGNORE, IGNORE, self.ids[targets.clamp(0)])
+        return Batch(tokens, targets, mask)
+
+
+def token_ids(tokenizer: Any) -> list[int]:
+    """Ids of a tokenizer of transformers for the characters of the sums, in the order of
+    `AdditionTokenizer.alphabet`.
+
+    Raises:
+        ValueError: it has no token for one of them alone.
+    """
+    alphabet = AdditionTokenizer.alphabet
+    found = [tokenizer.encode(each, add_special_tokens=False) for each in alphabet]
+    missing = [each for each, ids in zip(alphabet, found, strict=True) if len(ids) != 1]
+    if missing:
+        raise ValueError(
+            f"the model's tokenizer must have one token for each of {alphabet!r}, got none for "
+            f"{missing}"
+        )
+    return [ids[0] for ids in found]
 
 
 def encode_sums(pairs: np.ndarray, digits: int) -> Tensor:
@@ -144,10 +173,12 @@ def encode_sums(pairs: np.ndarray, digits: int) -> Tensor:
 def read_jsonl(path: str | Path, digits: int) -> np.ndarray:
     """Operands [N, 2] int64 of a JSONL file of sums with operands of `digits` digits.
 
-    One sum a line: {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}.
-    Other keys are ignored. Raises ValueError with the
-    file, the line number and the reason for the first bad line, and for a file that can't be read
-    or is not UTF-8.
+    One sum a line: {"num1": 1750, "num2": 4733, "expression": "1750 + 4733", "answer": 6483}. Other
+    keys are ignored.
+
+    Raises:
+        ValueError: with the file, the line number and the reason for the first bad line, and for a
+            file that can't be read or is not UTF-8.
     """
     check_utf8(path)
     pairs = []

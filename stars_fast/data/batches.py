@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stars_fast.base.seeds import derive
 from stars_fast.data import IGNORE
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import Tokens
 
 
 class HostBatch(NamedTuple):
@@ -20,11 +20,11 @@ class HostBatch(NamedTuple):
 
     tokens: Tensor
     targets: Tensor
-    samples: Samples
+    samples: Tokens
 
 
 class Source(Protocol):
-    """What the trainer asks of training data.
+    """Training data as the trainer asks for it.
 
     A unit is what a step has `batch_size` of: a sample, or a row of packed documents. `longest` is
     the most tokens of one.
@@ -59,7 +59,8 @@ class MicroBatch:
     labels: [N] int64, their targets.
     samples: which tokens are whose, on the host.
     first: the place of its first sample in the batch of the whole step.
-    step_samples: samples of the whole step; pieces: micro-batches of the whole step.
+    step_samples: samples of the whole step.
+    step_micro_batches: micro-batches of the whole step.
     index: its own number among those.
     real_tokens: tokens that are not padding.
     """
@@ -67,10 +68,10 @@ class MicroBatch:
     tokens: Tensor
     positions: Tensor
     labels: Tensor
-    samples: Samples
+    samples: Tokens
     first: int
     step_samples: int
-    pieces: int
+    step_micro_batches: int
     index: int
     real_tokens: int
 
@@ -87,7 +88,8 @@ class Batches:
     micro-batches in order, and rank r takes every world_size-th from the r-th on, so that the
     samples of a step do not depend on the split.
 
-    Raises ValueError if `batch_size` does not divide evenly.
+    Raises:
+        ValueError: `batch_size` does not divide evenly.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Batches:
         self.seed = derive(seed, "order")
         self.batch_size = batch_size
         self.rows = batch_size // self.total
-        self.pieces = range(rank, self.total, world_size)
+        self.indices = range(rank, self.total, world_size)
         self.device = device or torch.device("cpu")
 
     @property
@@ -122,17 +124,17 @@ class Batches:
         """The micro-batches of this rank for `step`, on the host."""
         units = batch_indices(self.seed, step, self.batch_size, len(self.source)).numpy()
         before = np.concatenate([[0], np.cumsum(self.source.count(units))])
-        return [self._micro(units, before, piece) for piece in self.pieces]
+        return [self._micro(units, before, index) for index in self.indices]
 
-    def _micro(self, units: np.ndarray, before: np.ndarray, piece: int) -> MicroBatch:
-        first = piece * self.rows
+    def _micro(self, units: np.ndarray, before: np.ndarray, index: int) -> MicroBatch:
+        first = index * self.rows
         return micro_batch(
             self.source,
             units[first : first + self.rows],
             first=int(before[first]),
             step_samples=int(before[-1]),
-            pieces=self.total,
-            index=piece,
+            step_micro_batches=self.total,
+            index=index,
         )
 
     def window(self, step: int) -> list[MicroBatch]:
@@ -146,7 +148,7 @@ def micro_batch(
     *,
     first: int = 0,
     step_samples: int | None = None,
-    pieces: int = 1,
+    step_micro_batches: int = 1,
     index: int = 0,
 ) -> MicroBatch:
     """The micro-batch of `units` of a source, on the host; by default it is a whole step."""
@@ -160,9 +162,9 @@ def micro_batch(
         samples=samples,
         first=first,
         step_samples=samples.count if step_samples is None else step_samples,
-        pieces=pieces,
+        step_micro_batches=step_micro_batches,
         index=index,
-        real_tokens=tokens.numel() if samples.mask is None else int(samples.mask.sum()),
+        real_tokens=tokens.numel() if samples.real is None else int(samples.real.sum()),
     )
 
 
@@ -174,16 +176,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
     def move(tensor: Tensor) -> Tensor:
         return tensor.pin_memory().to(device, non_blocking=True)
 
-    def pinned(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.pin_memory()
-
-    samples = batch.samples
     return replace(
         batch,
         tokens=move(batch.tokens),
         positions=move(batch.positions),
         labels=move(batch.labels),
-        samples=Samples(samples.count, pinned(samples.mask), pinned(samples.cu_seqlens)),
+        samples=batch.samples.pinned(),
     )
 
 
@@ -223,7 +221,8 @@ def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
     batch may straddle two. `batch_size` is that of a whole step over all ranks; micro-batch and
     rank take their slice of the result.
 
-    Raises ValueError if `seed` or `step` is negative or `batch_size` or `n` not positive.
+    Raises:
+        ValueError: `seed` or `step` is negative or `batch_size` or `n` not positive.
     """
     for name, value, low in (
         ("seed", seed, 0),

@@ -59,7 +59,8 @@ class ChatDataConfig:
     workers: processes that tokenise; none for the number of cores.
     cache: folder for the tokens; by default $STARS_FAST_CACHE or ~/.cache/stars_fast.
 
-    Raises ValueError that names the first field that is out of range.
+    Raises:
+        ValueError: it names the first field that is out of range.
     """
 
     source: str
@@ -131,8 +132,9 @@ class ChatEncoder:
     Special tokens that a user spells out become special tokens, as the template renders them, but
     no targets.
 
-    Raises ValueError for a tokenizer that gives no character offsets, or that has no chat template
-    and lacks the tokens of ChatML.
+    Raises:
+        ValueError: a tokenizer that gives no character offsets, or that has no chat template and
+            lacks the tokens of ChatML.
     """
 
     def __init__(
@@ -156,8 +158,9 @@ class ChatEncoder:
     def encode(self, conversations: Iterable[Sequence[Message]]) -> list[EncodedChat]:
         """The chats of `conversations`, in their order.
 
-        Raises ValueError if the template refuses a conversation, changes what the assistant says,
-        or does not end its message with `<|im_end|>` or the tokenizer's end token.
+        Raises:
+            ValueError: the template refuses a conversation, changes what the assistant says, or
+                does not end its message with `<|im_end|>` or the tokenizer's end token.
         """
         chats = [self._with_system(messages) for messages in conversations]
         if not chats:

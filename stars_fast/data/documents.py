@@ -1,5 +1,6 @@
-"""Tokenised chats as batches: packed one after the other, or padded to the longest."""
+"""Tokenised documents as batches: packed one after the other, or padded to the longest."""
 
+import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -10,11 +11,11 @@ from torch import Tensor
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import HostBatch
 from stars_fast.data.packing import pack
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import packed_tokens, padded_tokens
 
 
 class Documents(Protocol):
-    """What `TokenisedChats` offers: documents with their targets."""
+    """Documents with their targets, as `TokenisedChats` offers them."""
 
     @property
     def lengths(self) -> np.ndarray: ...
@@ -24,6 +25,27 @@ class Documents(Protocol):
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]: ...
 
     def fingerprint(self) -> int: ...
+
+
+class TokenDocuments:
+    """Documents in memory: pairs of tokens [S] and, for each token, whether it is to be predicted,
+    [S] bool."""
+
+    def __init__(self, documents: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        self.documents = documents
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(tokens) for tokens, _ in self.documents])
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.documents[index]
+
+    def fingerprint(self) -> int:
+        return zlib.crc32(b"".join(tokens.tobytes() for tokens, _ in self.documents))
 
 
 class PackedChats:
@@ -51,8 +73,8 @@ class PackedChats:
         documents = np.concatenate([self.rows[unit] for unit in units])
         parts = [next_tokens(self.chats, document) for document in documents]
         tokens, targets = (torch.cat(each).unsqueeze(0) for each in zip(*parts, strict=True))
-        bounds = torch.tensor([0] + [len(part[0]) for part in parts]).cumsum(0)
-        return HostBatch(tokens, targets, Samples(len(documents), None, bounds))
+        samples = packed_tokens([len(part[0]) for part in parts])
+        return HostBatch(tokens, targets, samples)
 
 
 class PaddedChats:
@@ -81,7 +103,7 @@ class PaddedChats:
         targets = padded([part[1] for part in parts], IGNORE)
         lengths = torch.tensor([len(part[0]) for part in parts])
         mask = torch.arange(tokens.shape[1]) < lengths[:, None]
-        return HostBatch(tokens, targets, Samples(len(parts), None if mask.all() else mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 def next_tokens(chats: Documents, document: int) -> tuple[Tensor, Tensor]:

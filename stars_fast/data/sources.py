@@ -37,14 +37,16 @@ class Source(NamedTuple):
     identity: list[Any]
     """Plain values, equal for equal rows. Of files: their paths, sizes and times of change."""
     load: Callable[[], Dataset]
-    """Raises ValueError that names `data.source` for rows that can't be loaded."""
+    """Raise ValueError that names `data.source` for rows that can't be loaded."""
 
 
 def find_source(config: ChatDataConfig, seed: int) -> Source:
     """The rows of `config`. Those of the hub are loaded here, others only by `Source.load`.
 
-    `seed` is that of the chats of tiny-chat. Raises ValueError that names the field for a source
-    that does not exist or can't be loaded.
+    `seed` is that of the chats of tiny-chat.
+
+    Raises:
+        ValueError: it names the field for a source that does not exist or can't be loaded.
     """
     if config.source == TINY_CHAT:
         return _made(config, seed)
@@ -68,8 +70,9 @@ def find_source(config: ChatDataConfig, seed: int) -> Source:
 def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
     """The column of messages, or those of prompt and answer.
 
-    Raises ValueError that names the field and lists the columns: a column that is not there or
-    holds no text, or none named and none or several of `COLUMNS` there.
+    Raises:
+        ValueError: it names the field and lists the columns: a column that is not there or holds no
+            text, or none named and none or several of `COLUMNS` there.
     """
     names = rows.column_names
     if config.messages is not None:
@@ -98,7 +101,10 @@ def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
 def conversation(row: Mapping[str, Any], columns: Sequence[str]) -> list[Message] | None:
     """The messages of `row`, or None if one has no content: null, or a blank prompt or answer.
 
-    Of messages only role and content are taken. Raises ValueError for other than a list of them.
+    Of messages only role and content are taken.
+
+    Raises:
+        ValueError: other than a list of them.
     """
     if len(columns) == 2:
         texts = [row[column] for column in columns]

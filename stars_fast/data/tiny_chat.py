@@ -21,7 +21,10 @@ def tiny_chats(rows: int, seed: int) -> Iterator[dict[str, str]]:
     """`rows` chats, each a `problem` and its `solution`; a pure function of the arguments.
 
     The number of summands is 2 with probability 1/4, and then falls by a quarter with each one
-    more, up to `MAX_SUMMANDS`; summands are from 1 to 9. Raises ValueError for negative arguments.
+    more, up to `MAX_SUMMANDS`; summands are from 1 to 9.
+
+    Raises:
+        ValueError: negative arguments.
     """
     check_integer("rows", rows, 0)
     check_integer("seed", seed, 0)

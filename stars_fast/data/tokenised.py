@@ -48,18 +48,18 @@ _PIECE = 2**22
 
 @dataclass(frozen=True)
 class ChatInfo:
-    """What became of the rows of a split."""
+    """Counts of what became of the rows of a split."""
 
     source_rows: int
     """Rows of the source."""
     null_rows: int
-    """Of those, rows without a conversation: null, or a blank prompt or answer."""
+    """Those of them without a conversation: null, or a blank prompt or answer."""
     rows: int
     """Rows drawn for this split."""
     without_target: int
-    """Of those, dropped: nothing to predict is left, such as after truncation in the prompt."""
+    """Those dropped: nothing to predict is left, such as after truncation in the prompt."""
     truncated: int
-    """Of the documents, so many are cut off on the right."""
+    """Documents that are cut off on the right."""
     documents: int
     tokens: int
     targets: int
@@ -80,7 +80,8 @@ class TokenisedChats:
     to be predicted from those before it; the first of a document never is. `target_counts` [N]
     int64 says how many targets each document has, at least one; `info` counts what was dropped.
 
-    Raises ValueError or OSError if files are missing or damaged.
+    Raises:
+        ValueError, OSError: files are missing or damaged.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -333,7 +334,7 @@ def _key(config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int
     content = json.loads(encoder.tokenizer.backend_tokenizer.to_str())
     content |= {"truncation": None, "padding": None}  # set by calls, without effect on ours
     # Without the fields that leave the files as they are; the source's identity stands for it.
-    without = ("source", "packing", "row_length", "workers", "cache")
+    without = ("source", "kind", "packing", "row_length", "workers", "cache")
     settings = {name: value for name, value in asdict(config).items() if name not in without}
     parts = [
         FORMAT,

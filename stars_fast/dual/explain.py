@@ -27,7 +27,7 @@ _MEANING = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found.
+    """The findings of `explain`.
 
     Attributes:
         ops: (op, path) -> number of calls, in order of first appearance.

@@ -1,4 +1,4 @@
-"""What is changed in torch while a dual pass runs, and put back when it ends; no class, module or
+"""Changes to torch while a dual pass runs, put back when it ends; no class, module or
 function of the user's is.
 
 - `torch.autograd.Function.apply` looks for Duals first: a custom function does not answer
@@ -116,7 +116,7 @@ def _change_functions() -> Callable[[], None]:
 
 
 def _recomputed_alike(generator: Callable[..., Any]) -> Callable[..., Any]:
-    """What prepares a checkpointed region. Of a pass: what waits runs before it, and its
+    """Preparation of a checkpointed region. Of a pass: all that waits runs before it, and its
     recomputation, in backward, has the surroundings of the pass. Formulas are looked for, or not,
     as they were."""
 

@@ -42,7 +42,7 @@ def repeatable(block: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Start:
-    """What a call finds."""
+    """The random states and buffers that a call finds."""
 
     def __init__(self, block: Callable[..., Any], device: torch.device, arguments: Any) -> None:
         modules = list(modules_of(block))

@@ -75,6 +75,20 @@ class Dual(torch.Tensor):
         return self
 
     @classmethod
+    def of_op(cls, stack: Tensor) -> Dual:
+        """The Dual of a stack that an op of this package gave, which needs no check."""
+        self = _wrapper(
+            cls,
+            stack.shape[1:],
+            dtype=stack.dtype,
+            device=stack.device,
+            requires_grad=stack.requires_grad,
+        )
+        self.stack = stack
+        self.owner = state.running
+        return self
+
+    @classmethod
     def waiting(cls, step: Any) -> Dual:
         """A Dual whose stack `step` (a `recognition.steps.Step`) will give."""
         self = _wrapper(

@@ -1,4 +1,4 @@
-"""What adaptive depth costs and keeps on the addition task: exact match against turns taken.
+"""Adaptive depth on the addition task: exact match against turns taken.
 
 Sums are judged in one pass over the true answer, as in `evaluation.addition`. Per token that is
 what greedy generation gives: a token rests by what stands before it alone. Per sequence the whole
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from stars_fast.data.addition import AdditionData
-from stars_fast.evaluation.addition import exact, unseen
+from stars_fast.data.batches import Source
+from stars_fast.evaluation.addition import exact, first_batches
 from stars_fast.models.adaptive import Per, turns_until_rest
-from stars_fast.models.looped import LoopedLM
+from stars_fast.models.loop import Loop
 
 
 class Point(NamedTuple):
@@ -29,15 +29,15 @@ class Point(NamedTuple):
 
 @torch.no_grad()
 def evaluate_adaptive(
-    model: LoopedLM,
-    data: AdditionData,
+    loop: Loop,
+    sums: Source,
     tols: Sequence[float],
     limit_turns: int = 100,
     per: Per = "token",
     limit: int = 1000,
     batch_size: int = 500,
 ) -> dict[float, Point]:
-    """Exact match on the first `limit` unseen sums by tolerance, at most `limit_turns` turns.
+    """Exact match on the first `limit` of some sums by tolerance, at most `limit_turns` turns.
 
     Dropout is off, whatever mode the model is in, and the sums go to the model's device.
 
@@ -46,22 +46,26 @@ def evaluate_adaptive(
     """
     if not tols:
         raise ValueError("tols must hold a tolerance at least, got none")
-    was_training = model.training
-    model.eval()
+    was_training = loop.model.training
+    loop.model.eval()
     found = {}
     try:
         for tol in tols:
-            right = taken = stuck = tokens = sums = 0
-            for batch in unseen(model, data, limit, batch_size):
-                h = model.prelude(batch.tokens)
-                h, turns = turns_until_rest(model.block, h, limit_turns, tol, per, batch.mask)
-                taken_here = turns[batch.mask]
-                right += exact(model, h, batch)
+            right = taken = stuck = tokens = count = 0
+            for batch in first_batches(loop, sums, limit, batch_size):
+                h = loop.prelude(batch.tokens)
+                everything = torch.ones(h.shape[:2], dtype=torch.bool)
+                real = everything if batch.samples.real is None else batch.samples.real
+                real = real.to(h.device)
+                block = loop.turn(h, batch.samples)
+                h, turns = turns_until_rest(block, h, limit_turns, tol, per, real)
+                taken_here = turns[real]
+                right += exact(loop, h, batch)
                 taken += int(taken_here.sum())
                 stuck += int((taken_here == limit_turns).sum())
                 tokens += len(taken_here)
-                sums += len(batch.tokens)
-            found[tol] = Point(right / sums, taken / tokens, stuck / tokens)
+                count += len(batch.tokens)
+            found[tol] = Point(right / count, taken / tokens, stuck / tokens)
     finally:
-        model.train(was_training)
+        loop.model.train(was_training)
     return found

@@ -9,63 +9,68 @@ number asked for, is the whole sweep: 1..100 turns cost 100 turns, not 5,050.
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from stars_fast.data.addition import IGNORE, AdditionData, Batch
-from stars_fast.models.looped import LoopedLM
+from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
+from stars_fast.models.loop import Loop
 
 
 @torch.no_grad()
 def evaluate(
-    model: LoopedLM,
-    data: AdditionData,
+    loop: Loop,
+    sums: Source,
     turns: Sequence[int],
     limit: int = 1000,
     batch_size: int = 500,
 ) -> dict[int, float]:
-    """Share of the first `limit` unseen sums answered exactly, in [0, 1], at each of `turns`.
+    """Share of the first `limit` of some sums answered exactly, in [0, 1], at each of `turns`.
 
     The order of `turns` is kept in the result. Dropout is off, whatever mode the model is in, and
     the sums go to the model's device.
 
-    Raises ValueError if `turns` is empty or holds anything but positive integers, or if `limit` or
-    `batch_size` is not positive.
+    Raises:
+        ValueError: `turns` is empty or holds anything but positive integers, or `limit` or
+            `batch_size` is not positive.
     """
     if not turns or any(not isinstance(t, int) or t < 1 for t in turns):
         raise ValueError(f"turns must be integers >= 1, got {list(turns)}")
-    was_training = model.training
-    model.eval()
+    was_training = loop.model.training
+    loop.model.eval()
     right, count = dict.fromkeys(turns, 0), 0
     try:
-        for batch in unseen(model, data, limit, batch_size):
-            h = model.prelude(batch.tokens)
+        for batch in first_batches(loop, sums, limit, batch_size):
+            h = loop.prelude(batch.tokens)
+            block = loop.turn(h, batch.samples)
             for turn in range(1, max(turns) + 1):
-                h = model.block(h)
+                h = block(h)
                 if turn in right:
-                    right[turn] += exact(model, h, batch)
+                    right[turn] += exact(loop, h, batch)
             count += len(batch.tokens)
     finally:
-        model.train(was_training)
+        loop.model.train(was_training)
     return {turn: hits / count for turn, hits in right.items()}
 
 
-def unseen(model: LoopedLM, data: AdditionData, limit: int, batch_size: int) -> Iterator[Batch]:
-    """The first `limit` unseen sums in batches, on the model's device.
+def first_batches(loop: Loop, sums: Source, limit: int, batch_size: int) -> Iterator[MicroBatch]:
+    """The first `limit` sums in batches, on the model's device.
 
-    Raises ValueError if `limit` or `batch_size` is not positive.
+    Raises:
+        ValueError: `limit` or `batch_size` is not positive.
     """
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         if value < 1:
             raise ValueError(f"{name} must be >= 1, got {value}")
-    device = next(model.parameters()).device
-    count = min(limit, len(data.test))
+    device = next(loop.parameters()).device
+    count = min(limit, len(sums))
     for start in range(0, count, batch_size):
-        batch = data.batch("test", torch.arange(start, min(start + batch_size, count)))
-        yield Batch(*(part.to(device) for part in batch))
+        units = np.arange(start, min(start + batch_size, count))
+        yield to_device(micro_batch(sums, units), device)
 
 
-def exact(model: LoopedLM, h: Tensor, batch: Batch) -> int:
+def exact(loop: Loop, h: Tensor, batch: MicroBatch) -> int:
     """How many sums of a batch are answered exactly from the state h [B, S, D]."""
-    guess = model.head(model.coda(h)).argmax(-1)
-    return int(((guess == batch.targets) | (batch.targets == IGNORE)).all(1).sum())
+    guess = loop.logits(h).argmax(-1).flatten()[batch.positions]
+    wrong = (batch.positions // h.shape[1])[guess != batch.labels]
+    return len(batch.tokens) - len(wrong.unique())

@@ -70,7 +70,7 @@ def same_answer(response: str, target: str) -> bool:
 
 
 def boxed(text: str) -> str | None:
-    """What the last \\boxed{...} of a text holds; None without one that is closed."""
+    """The content of the last \\boxed{...} of a text; None without one that is closed."""
     start = text.rfind(_BOX)
     if start < 0:
         return None

@@ -51,7 +51,8 @@ class OpenTask:
 def check_tasks(names: Sequence[str], option: str) -> Any:
     """lm-eval's index, which has the tasks of those names.
 
-    Raises ConfigError that names `option` as `harness.index_tasks`.
+    Raises:
+        ConfigError: it names `option` as `harness.index_tasks`.
     """
     return index_tasks([_lm_eval_name(name) for name in names], option)
 
@@ -71,8 +72,9 @@ def open_tasks(
         cap: tokens of a generation at most.
         shots: examples in the prompt; by default none for a benchmark, else the task's own number.
 
-    Raises ConfigError that names the option: lm-eval is not installed, a task does not exist, is a
-    group of tasks, or its data can't be loaded.
+    Raises:
+        ConfigError: it names the option: lm-eval is not installed, a task does not exist, is a
+            group of tasks, or its data can't be loaded.
     """
     index = check_tasks(names, option)
     opened = []

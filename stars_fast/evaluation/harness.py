@@ -15,14 +15,15 @@ SEED = 1234
 """lm-eval's own, of the examples in a prompt."""
 
 RESAMPLES = 1000
-"""Of the bootstrap, for metrics whose standard error has no formula; a mean's has one."""
+"""Resamples of the bootstrap, for metrics whose standard error has no formula; a mean's has one."""
 
 
 def index_tasks(tasks: Sequence[str], option: str) -> Any:
     """lm-eval's index of the tasks that there are, ours included. The first takes seconds to make.
 
-    Raises ConfigError that names `option` if lm-eval is not installed, or one of `tasks` is neither
-    in the index nor a YAML file.
+    Raises:
+        ConfigError: it names `option` if lm-eval is not installed, or one of `tasks` is neither in
+            the index nor a YAML file.
     """
     index = _index(need("lm_eval.tasks", option).TaskManager)
     known = set(index.all_tasks)
@@ -48,7 +49,7 @@ def is_yaml(task: str) -> bool:
 def judge(
     model: Any, task: Any, limit: int | None = None, resamples: int = 0, **options: Any
 ) -> dict[str, Any] | None:
-    """What `lm_eval.evaluate` finds; None on processes other than the first.
+    """The results of `lm_eval.evaluate`; None on processes other than the first.
 
     Args:
         model: one of lm-eval's models, as deep as it is to think.

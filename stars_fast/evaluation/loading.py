@@ -12,7 +12,8 @@ from stars_fast.base.errors import ConfigError
 def device_for(asked: str | None) -> str:
     """The device asked for, else the first GPU, else the CPU.
 
-    Raises ConfigError for a device that is not there.
+    Raises:
+        ConfigError: a device that is not there.
     """
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
@@ -27,7 +28,7 @@ def device_for(asked: str | None) -> str:
 
 
 def make_folder(out: Path) -> None:
-    """Raises ConfigError if it can't be made."""
+    """Raise ConfigError if it can't be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

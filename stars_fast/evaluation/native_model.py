@@ -54,7 +54,7 @@ class NativeModel:
 
 
 def _accelerator(device: str | None) -> Any:
-    """What connects the processes that torchrun started; None for a single process."""
+    """The accelerator of the processes that torchrun started; None for a single process."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return None
     return need("accelerate", "evaluations in several processes").Accelerator(cpu=device == "cpu")

@@ -1,4 +1,9 @@
-"""Generations that are kept as they are made, so that none is made twice."""
+"""Generations that are kept as they are made, so that none is made twice.
+
+lm-eval's own cache keeps a response by its request, and its sample log is written at the end of a
+task: neither holds what was measured beside a response (its tokens, whether the cap cut it, the
+turns it took), which the report of a sweep that goes on needs too.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +40,7 @@ class Journal:
         return sum(map(len, self.records.values()))
 
     def find(self, prompts: Sequence[str]) -> list[dict[str, Any] | None]:
-        """Of each prompt its record, or None if there is none yet. A prompt that comes again takes
+        """The record of each prompt, or None if there is none yet. A prompt that comes again takes
         its next record."""
         seen: Counter[str] = Counter()
         found = []
@@ -62,7 +67,7 @@ class Recording:
 
     @abstractmethod
     def measured(self, response: str) -> dict[str, Any]:
-        """What the journal notes beside a response; called once for each, in the order in which
+        """Measurements to note beside a response; called once for each, in the order in which
         they are made."""
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:

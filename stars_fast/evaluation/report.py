@@ -1,4 +1,4 @@
-"""What a sweep over benchmarks found: results.json, the table, the figures."""
+"""The report of a sweep over benchmarks: results.json, the table, the figures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PACKAGES = ("stars-fast", "torch", "transformers", "lm-eval", "math-verify", "da
 
 @dataclass(frozen=True)
 class Result:
-    """What was found of a model on a task at a number of turns.
+    """The score of a model on a task at a number of turns.
 
     tol: of adaptive depth; none for all turns. metric: which of lm-eval's is the accuracy.
     accuracy, stderr: of `metric`. n: samples judged. samples: of the full set; none if not known.

@@ -164,7 +164,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def _fingerprint(
     setting: Setting, source: ModelSource, options: SweepOptions, tokenizer: Any
 ) -> dict[str, Any]:
-    """What the generations of a setting depend on. Not the batch size, nor the number of samples: a
+    """All that the generations of a setting depend on. Not the batch size or number of samples: a
     larger one goes on where a smaller one ended."""
     rows = None
     if options.data is not None:
@@ -198,14 +198,14 @@ def definition(task: OpenTask, scoring: bool = False) -> str:
 
 
 def _scored_by(task: OpenTask) -> dict[str, str | None]:
-    """What turns generations into scores: where it changes they are scored again."""
+    """A mark of the rules that score generations: where it changes they are scored again."""
     rules = Path(answers.__file__).read_text(encoding="utf-8")
     packages = {name: version_of(name) for name in ("lm-eval", "math-verify")}
     return {**packages, "task": definition(task, scoring=True), "rules": _hash(rules)}
 
 
 def _check_samples(setting: Setting, options: SweepOptions) -> None:
-    """Raises ConfigError if a process would have no sample, which lm-eval can't do."""
+    """Raise ConfigError if a process would have no sample, which lm-eval can't do."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     there = len(setting.task.task.eval_docs)
     count = min(options.limit or there, there)

@@ -32,7 +32,8 @@ def run_sweep(options: SweepOptions) -> list[Result]:
 
     Under torchrun the processes share the samples, and the first one writes and returns all.
 
-    Raises ConfigError for a mistake in the options, or a folder of other generations.
+    Raises:
+        ConfigError: a mistake in the options, or a folder of other generations.
     """
     _check(options)
     sources = [find_model(path, options.step).need_causal_lm("--tasks") for path in options.models]

@@ -36,7 +36,7 @@ class TextLoss:
 
     @property
     def bits_per_byte(self) -> dict[int, float]:
-        """Of the text: comparable between tokenizers."""
+        """Bits a byte of the text: comparable between tokenizers."""
         bits = self.tokens / self.size / math.log(2)
         return {turns: value * bits for turns, value in self.nats.items()}
 

@@ -23,8 +23,9 @@ was handed is kept once all of it is done, so all prompts of a task would be too
 class VllmModel:
     """A checkpoint, loaded anew for each number of turns.
 
-    Raises ConfigError where vLLM is not installed, a device is asked for, which vLLM chooses
-    itself, or the model is a run, whose checkpoints vLLM can't read.
+    Raises:
+        ConfigError: vLLM is not installed, a device is asked for, which vLLM chooses itself, or the
+            model is a run, whose checkpoints vLLM can't read.
     """
 
     def __init__(self, source: ModelSource, options: SweepOptions) -> None:
@@ -62,7 +63,7 @@ class VllmModel:
 
 
 def vllm_arguments(source: ModelSource, options: SweepOptions, turns: int) -> dict[str, Any]:
-    """Of lm-eval's `VLLM`; what it does not know itself goes on to `vllm.LLM`."""
+    """Arguments of lm-eval's `VLLM`; those that it does not know go on to `vllm.LLM`."""
     return {
         "pretrained": source.path,
         "dtype": options.dtype or "auto",

@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import Tokens
 
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What transformers' collators add for attention kernels that take packed documents."""
+"""Names that transformers' collators add for attention kernels of packed documents."""
 
 _NO_TARGET = -100
 
 
-@dataclass(frozen=True)
-class Collated(Samples):
+@dataclass(frozen=True, eq=False)
+class Collated(Tokens):
     """The samples of a collated batch [B, S], without what pads alone make up.
 
     places: where the rest is, [n] int64: rows of the batch or, of packed documents, tokens of all
@@ -28,7 +28,7 @@ class Collated(Samples):
 
     places: Tensor | None = None
 
-    def of(self, x: Tensor) -> Tensor:
+    def cut(self, x: Tensor) -> Tensor:
         """The samples in x [B, S, ...]: its rows, or [1, tokens, ...] of packed documents."""
         if self.packed:
             x = x.reshape(1, -1, *x.shape[2:])
@@ -73,12 +73,16 @@ def samples_of(batch: Mapping[str, Any], pad_id: int | None = None) -> Collated:
         begins = F.pad(given[:, 1:] <= given[:, :-1], (1, 0), value=True).flatten()
         bounds = torch.nonzero(F.pad(begins, (0, 1), value=True)).squeeze(1)
     else:
-        return Collated(len(tokens))
+        return Collated(*tokens.shape)
     return _packed(bounds, tokens, batch.get("labels"), real, pad_id)
 
 
 def _real(mask: Any, tokens: Tensor) -> Tensor:
-    """[B, S] bool on the host, from an attention mask. Raises ValueError for another shape."""
+    """[B, S] bool on the host, from an attention mask.
+
+    Raises:
+        ValueError: another shape.
+    """
     if not isinstance(mask, Tensor) or mask.shape != tokens.shape:
         found = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"attention_mask: expected {list(tokens.shape)}, got {found}")
@@ -95,11 +99,16 @@ def _rows(real: Tensor) -> Collated:
     kept = real.any(1)
     places = None if kept.all() else kept.nonzero().squeeze(1)
     real = real[kept]
-    return Collated(len(real), None if real.all() else real, places=places)
+    rows, length = real.shape
+    return Collated(rows, length, None if real.all() else real, places=places)
 
 
 def _checked(bounds: Any, total: int) -> Tensor:
-    """int64 on the host. Raises ValueError for what is no rising bounds within `total`."""
+    """int64 on the host.
+
+    Raises:
+        ValueError: what is no rising bounds within `total`.
+    """
     bounds = torch.as_tensor(bounds).long().cpu()
     fits = bounds.dim() == 1 and len(bounds) > 1 and bounds[0] == 0 and bounds[-1] <= total
     if not fits or (bounds.diff() < 0).any():
@@ -128,7 +137,8 @@ def _packed(
     kept = torch.zeros_like(lengths).index_add_(0, owner, counted.long())
     kept = kept[kept > 0]
     places = None if counted.sum() == total else counted.nonzero().squeeze(1)
-    return Collated(len(kept), None, F.pad(kept.cumsum(0), (1, 0)), places)
+    bounds = F.pad(kept.cumsum(0), (1, 0))
+    return Collated(1, int(bounds[-1]), cu_seqlens=bounds, places=places)
 
 
 def _shared(ids: Tensor, lengths: Tensor) -> int:

@@ -24,14 +24,17 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_kind
 from stars_fast.base.seeds import derive
-from stars_fast.data.samples import Samples, draw_samples, drawn_number, sample_noise
+from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
 from stars_fast.integrations.batches import PACKED, Collated, samples_of
-from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
+from stars_fast.tokens import Tokens
+from stars_fast.training.step.penalties.jacobian import jacobian_estimate
 from stars_fast.training.step.penalty import PenaltyConfig
+
+__all__ = ["DepthLaw", "JacobianPenalty", "PenaltyConfig"]
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -40,7 +43,7 @@ else:
 
 
 class _Micro(NamedTuple):
-    """What is settled of a micro-batch before it runs.
+    """A micro-batch as it is settled before it runs.
 
     place: among the micro-batches of its step on this process. turns: None where the model has no
     choice. numbers: places of its samples in the batch of the whole step. share: of all samples of
@@ -204,36 +207,28 @@ class JacobianPenalty(_Trainer):
         if samples.packed:
             position_ids = None  # relative ones are all that matters, and the bounds give them
         elif position_ids is not None and len(position_ids) > 1:
-            position_ids = samples.of(position_ids)
-        h = samples.of(h)
-        numbers, mask, bounds = micro.numbers, samples.mask, samples.cu_seqlens
+            position_ids = samples.cut(position_ids)
+        h = samples.cut(h)
+        numbers = micro.numbers
+        tokens: Tokens = samples
         number = drawn_number(self.penalty.fraction, samples.count)
         if number < samples.count:
             chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
-            part = samples.take(chosen)
+            part = samples.subset(chosen)
             if position_ids is not None and len(position_ids) > 1 and not samples.packed:
-                position_ids = part.of(position_ids)
-            h, numbers = part.of(h), [numbers[i] for i in chosen]
-            mask, bounds = part.samples.mask, part.samples.cu_seqlens
-        v = sample_noise(h, Samples(len(numbers), mask, bounds), seed, micro.step, numbers)
-        mask = None if mask is None else mask.to(h.device, non_blocking=True)
+                position_ids = part.cut(position_ids)
+            h, numbers = part.cut(h), [numbers[i] for i in chosen]
+            tokens = part.tokens
+        v = sample_noise(h, tokens, seed, micro.step, numbers)
+        mask = tokens.real
         block = looped_block(
             self.model,
-            attention_mask=mask,
+            attention_mask=None if mask is None else mask.to(h.device, non_blocking=True),
             position_ids=position_ids,
-            cu_seqlens=bounds,
+            cu_seqlens=tokens.cu_seqlens,
         )
         with self.accelerator.autocast():
-            return fused_jsrr(
-                block,
-                h,
-                v=v,
-                mask=mask,
-                cu_seqlens=bounds,
-                power_steps=self.penalty.power_steps,
-                normalize=self.penalty.normalize,
-                detach=self.penalty.detach,
-            )
+            return jacobian_estimate(block, h, v, tokens, self.penalty)
 
     def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the Trainer divides the loss by the number of micro-batches afterwards."""

@@ -74,7 +74,7 @@ class AdaptiveDepth:
         return self.taken < self.limit and (self.rows is None or len(self.rows) > 0)
 
     def of(self, x: Tensor) -> Tensor:
-        """Of x [B, ...] the sequences that take the next turn, [b, ...]."""
+        """The sequences of x [B, ...] that take the next turn, [b, ...]."""
         return x if self.rows is None else x[self.rows]
 
     def step(self, h: Tensor, after: Tensor, real: Tensor | None = None) -> Tensor:

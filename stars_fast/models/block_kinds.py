@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.dual.dual_pass import first_output
-from stars_fast.models.token_layout import TokenLayout
+from stars_fast.tokens import Tokens, describe_tokens
 
 OPTIONS = ("attention_mask", "position_ids", "cu_seqlens", "inputs")
 
@@ -34,7 +34,8 @@ class LoopedBlock(ABC, nn.Module):
     def forward(self, h: Tensor, **options: Tensor | None) -> Tensor:
         """h [B, S, D], a tensor or a `Dual` -> [B, S, D].
 
-        Raises TypeError for an unknown option, and as `looped_block`.
+        Raises:
+            TypeError: an unknown option, and as `looped_block`.
         """
         unknown = set(options) - set(OPTIONS)
         if unknown:
@@ -59,7 +60,7 @@ class LoopedBlock(ABC, nn.Module):
         return self.turn(h, kept[2])
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
-        """What the context depends on besides h and the arguments: settings and tensors."""
+        """Settings and tensors that the context depends on besides h and the arguments."""
         return None, []
 
     @abstractmethod
@@ -118,15 +119,15 @@ class DecoderStack(LoopedBlock):
         tables = [] if self.rotary_emb is None else list(self.rotary_emb.buffers())
         return [getattr(self.config, name, None) for name in names], tables
 
-    def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Tensor | None) -> Any:
+    def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Any) -> Any:
         refuse("a decoder stack", inputs=inputs)
-        layout = TokenLayout.of(like, **given)
+        tokens = describe_tokens(like, **given)
         shared = {
-            "position_ids": layout.positions,
+            "position_ids": tokens.positions,
             "cache_position": torch.arange(like.shape[1], device=like.device),
             "use_cache": False,
         }
-        kinds = {kind: self._per_kind(kind, like, layout) for kind in set(self.kinds)}
+        kinds = {kind: self._per_kind(kind, like, tokens) for kind in set(self.kinds)}
         for layer, kind, accepted in zip(self.layers, self.kinds, self.accepted, strict=True):
             if kinds[kind]["attention_mask"] is not None and "attention_mask" not in accepted:
                 raise ValueError(
@@ -138,19 +139,19 @@ class DecoderStack(LoopedBlock):
             for kind, accepted in zip(self.kinds, self.accepted, strict=True)
         ]
 
-    def _per_kind(self, kind: str, like: Tensor, layout: TokenLayout) -> dict[str, Any]:
+    def _per_kind(self, kind: str, like: Tensor, tokens: Tokens) -> dict[str, Any]:
         """Mask and rotary tables of the layers of one kind of attention."""
         window = self.config.sliding_window if kind == "sliding_attention" else None
-        found: dict[str, Any] = {"attention_mask": self._mask(like, layout, window)}
+        found: dict[str, Any] = {"attention_mask": self._mask(like, tokens, window)}
         if self.rotary_emb is not None:
             typed = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
             with torch.no_grad():
                 found["position_embeddings"] = self.rotary_emb(
-                    like, layout.positions, *([kind] if typed else [])
+                    like, tokens.positions, *([kind] if typed else [])
                 )
         return found
 
-    def _mask(self, like: Tensor, layout: TokenLayout, window: int | None) -> Tensor | None:
+    def _mask(self, like: Tensor, tokens: Tokens, window: int | None) -> Tensor | None:
         implementation = getattr(self.config, "_attn_implementation", None)
         if implementation not in (None, "sdpa", "eager"):
             raise ValueError(
@@ -159,8 +160,8 @@ class DecoderStack(LoopedBlock):
             )
         if implementation == "eager":  # adds what it is given, and is not causal without
             zero = torch.zeros((), dtype=like.dtype, device=like.device)
-            return torch.where(layout.visible(window), zero, torch.finfo(like.dtype).min)
-        return None if layout.is_causal(window) else layout.visible(window)
+            return torch.where(tokens.visible(window), zero, torch.finfo(like.dtype).min)
+        return None if tokens.is_causal(window) else tokens.visible(window)
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
         for layer, arguments in zip(self.layers, context, strict=True):
@@ -194,10 +195,10 @@ class CoreBlock(LoopedBlock):
     def made_of(self) -> tuple[Any, list[Tensor]]:
         return None, [self._holder[0].freqs_cis]
 
-    def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Tensor | None) -> Any:
+    def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Any) -> Any:
         refuse(_UNMASKED, cu_seqlens=given.get("cu_seqlens"))
-        layout = TokenLayout.of(like, **given)
-        layout.check_pads_last("Huginn")
+        tokens = describe_tokens(like, **given)
+        tokens.check_pads_last("Huginn")
         if inputs is None:
             raise ValueError(
                 "inputs: expected Huginn's injected input [B, S, D], the prelude's output, got None"
@@ -213,7 +214,7 @@ class CoreBlock(LoopedBlock):
                 f"got {like.shape[1]}"
             )
         offered = {
-            "freqs_cis": table.to(like.device)[0, layout.positions],
+            "freqs_cis": table.to(like.device)[0, tokens.positions],
             "step_idx": 0,
             "block_idx": 0,
             "mask": None,

@@ -42,7 +42,8 @@ class DepthLaw:
     A curriculum multiplies the depths by mean(step) / mean, rounds up or down at random so that
     their mean is kept, and clips to [low, high].
 
-    Raises ValueError that names the first field that is out of range.
+    Raises:
+        ValueError: it names the first field that is out of range.
     """
 
     law: str = "lognormal"
@@ -107,7 +108,7 @@ class DepthLaw:
         return float(1 + np.sum(1 - self._cumulative[1:]))
 
     def _shrink(self, step: int) -> float:
-        """What the curriculum multiplies the depths of `step` by, at most 1."""
+        """The factor of the curriculum on the depths of `step`, at most 1."""
         if step >= self.curriculum_steps:
             return 1.0
         mean = self.mean()
@@ -136,7 +137,8 @@ class DepthLaw:
     def quantile(self, u: float) -> int:
         """Smallest depth with P(depth' <= depth) > u, for u in [0, 1).
 
-        Raises ValueError for another `u`.
+        Raises:
+            ValueError: another `u`.
         """
         if not 0 <= u < 1:
             raise ValueError(f"u must be in [0, 1), got {u!r}")
@@ -149,7 +151,8 @@ class DepthLaw:
         (seed, step). Stratified, micro-batch j takes the stratum p(j) of `window` equal ones, p a
         random permutation: u_j = (p(j) + U_j) / window is uniform by itself.
 
-        Raises ValueError if `seed` or `step` is negative, or `micro` is not in 0..window-1.
+        Raises:
+            ValueError: `seed` or `step` is negative, or `micro` is not in 0..window-1.
         """
         check_integer("seed", seed, 0)
         check_integer("step", step, 0)

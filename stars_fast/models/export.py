@@ -28,7 +28,7 @@ def export_run(
         run: a run folder, or a checkpoint (local folder or hub id).
         out: new or empty folder.
         step: checkpoint of the run; the newest by default.
-        turns: of Ouro, written as `total_ut_steps`; those of the run's model by default.
+        turns: written as those of the model; its own by default.
         dtype: of the weights; that of the configuration by default.
         max_shard_size: of a file of weights.
 

@@ -1,4 +1,4 @@
-"""What a folder that is given as a model holds, told before anything is loaded from it."""
+"""Checks of a folder that is given as a model, before anything is loaded from it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _content(folder: Path, files: list[str]) -> str:
 
 
 def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
-    """What is wrong with a folder that has a config.json; None for nothing."""
+    """The fault of a folder that has a config.json; None where it has none."""
     kind = _read(folder / "config.json").get("model_type")
     if kind not in types:
         what = "an Ouro model" if types == ("ouro",) else "a looped model"
@@ -134,7 +134,11 @@ def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
 
 
 def _read(file: Path) -> dict:
-    """A mapping from a JSON file. Raises ValueError that names it."""
+    """A mapping from a JSON file.
+
+    Raises:
+        ValueError: it names it.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

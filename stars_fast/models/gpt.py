@@ -14,28 +14,19 @@ The layers are written once, with plain tensor operations, and run on a tensor o
 Shapes: B batch, S tokens, D model width, H heads, F MLP width.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from stars_fast.models.looped import LoopedConfig
-
-PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")
-NORMS = ("layernorm", "rmsnorm", "simplenorm")
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-}
+from stars_fast.models.looped_config import ACTIVATIONS, NORMS, LoopedConfig
 
 
 def make_norm(norm: str, d_model: int) -> nn.Module:
     """The norm operator `norm` over the last dimension of size `d_model`.
 
-    "simplenorm" is LayerNorm without scale and shift. Raises ValueError for another name.
+    "simplenorm" is LayerNorm without scale and shift.
+
+    Raises:
+        ValueError: another name.
     """
     if norm == "layernorm":
         return nn.LayerNorm(d_model)
@@ -103,7 +94,7 @@ class GPTBlock(nn.Module):
     (on each sub-layer's output). Maps h [B, S, D] to [B, S, D] in the same dtype.
     """
 
-    def __init__(self, config: "LoopedConfig") -> None:
+    def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
         place = (config.placement, config.norm, config.d_model, config.dropout)
         self.attention = Residual(CausalAttention(config.d_model, config.n_heads), *place)

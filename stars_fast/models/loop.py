@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import Tokens
 
 Turn = Callable[[Tensor], Tensor]
 """One turn of the shared block on the samples of a micro-batch, h [B, S, D] -> [B, S, D]; a `Dual`
@@ -30,7 +30,7 @@ class Loop(ABC, nn.Module):
         """Token ids [B, S] int64 -> h^(0) [B, S, D]."""
 
     @abstractmethod
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         """The turn for states of the shape, dtype and device of `h`, whose samples these are."""
 
     @abstractmethod
@@ -41,6 +41,11 @@ class Loop(ABC, nn.Module):
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
         """Cross entropy in nats of h [B, S, D] after the last turn, summed over the supervised
         places and divided by `count`; a scalar, fp32 at least."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Number of token ids, V."""
 
     @property
     @abstractmethod

@@ -6,7 +6,6 @@ Shapes: B batch, S tokens, D model width, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,60 +13,8 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
 from stars_fast.models.adaptive import Per, turns_until_rest
-from stars_fast.models.gpt import ACTIVATIONS, NORMS, PLACEMENTS, GPTBlock, make_norm
-
-
-@dataclass
-class LoopedConfig:
-    """Sizes and layout of a `LoopedLM`; the defaults are the paper's addition model.
-
-    vocab_size: number of token ids.
-    max_length: longest sequence, in tokens (the positions are learned).
-    d_model: width of the states.
-    n_heads: attention heads; must divide d_model.
-    d_ff: width of the MLP.
-    n_layers: layers in the shared block.
-    n_prelude: layers with weights of their own before the first turn.
-    n_coda: layers with weights of their own after the last turn.
-    placement: of the norms: pre, post, pre-sandwich or post-sandwich.
-    norm: layernorm, rmsnorm, or simplenorm (LayerNorm without scale and shift).
-    activation: of the MLP: gelu, relu or silu.
-    dropout: probability in [0, 1), on embeddings and each sub-layer's output.
-
-    Raises ValueError that names the first field that is out of range.
-    """
-
-    vocab_size: int
-    max_length: int
-    d_model: int = 512
-    n_heads: int = 8
-    d_ff: int = 1024
-    n_layers: int = 1
-    n_prelude: int = 0
-    n_coda: int = 0
-    placement: str = "post-sandwich"
-    norm: str = "layernorm"
-    activation: str = "gelu"
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_length", "d_model", "n_heads", "d_ff", "n_layers"):
-            check_integer(name, getattr(self, name), 1)
-        for name in ("n_prelude", "n_coda"):
-            check_integer(name, getattr(self, name), 0)
-        if self.d_model % self.n_heads:
-            raise ValueError(
-                f"n_heads must divide d_model, got n_heads={self.n_heads}, d_model={self.d_model}"
-            )
-        for name, choices in (
-            ("placement", PLACEMENTS),
-            ("norm", NORMS),
-            ("activation", tuple(ACTIVATIONS)),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+from stars_fast.models.gpt import GPTBlock, make_norm
+from stars_fast.models.looped_config import LoopedConfig
 
 
 class LoopedLM(nn.Module):
@@ -105,8 +52,9 @@ class LoopedLM(nn.Module):
     def prelude(self, tokens: Tensor) -> Tensor:
         """Token ids [B, S] int64 -> h^(0) [B, S, D].
 
-        Raises ValueError if `tokens` is not a two-dimensional int64 tensor or is longer than
-        `config.max_length`.
+        Raises:
+            ValueError: `tokens` is not a two-dimensional int64 tensor or is longer than
+                `config.max_length`.
         """
         _check_tokens(tokens, self.config.max_length)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -134,8 +82,9 @@ class LoopedLM(nn.Module):
         With `tol` a sequence, or a token, that a turn changes by no more takes no further one
         (`models.adaptive`); pads, where real [B, S] is False, hold nobody up.
 
-        Raises ValueError as `prelude`, if `turns` is not a positive integer, and for a `tol` or
-        `tol_per` out of range.
+        Raises:
+            ValueError: as `prelude`, if `turns` is not a positive integer, and for a `tol` or
+                `tol_per` out of range.
         """
         h, _ = turns_until_rest(self.block, self.prelude(tokens), turns, tol, tol_per, real)
         return self.head(self.coda(h))
@@ -143,7 +92,8 @@ class LoopedLM(nn.Module):
     def states(self, tokens: Tensor, turns: int) -> list[Tensor]:
         """[h^(0), ..., h^(turns)], each [B, S, D]: the prelude's output, then each turn's.
 
-        Raises ValueError as `forward`.
+        Raises:
+            ValueError: as `forward`.
         """
         check_integer("turns", turns, 1)
         states = [self.prelude(tokens)]
@@ -175,8 +125,9 @@ class LoopedLM(nn.Module):
         Returns [B, S + N] int64, N <= `max_new_tokens`: each row is its prompt, directly after it
         the new tokens, then `pad`. Dropout is off, whatever mode the model is in.
 
-        Raises ValueError as `forward`, if `max_new_tokens` is not positive, if `lengths` does
-        not fit `tokens`, or if the longest row would need more than `max_length` positions.
+        Raises:
+            ValueError: as `forward`, if `max_new_tokens` is not positive, if `lengths` does not fit
+                `tokens`, or if the longest row would need more than `max_length` positions.
         """
         check_integer("turns", turns, 1)
         check_integer("max_new_tokens", max_new_tokens, 1)

@@ -3,7 +3,7 @@
     torch     plain PyTorch: any device, any dtype
     cpp       C++ of `csrc/` on the CPU: fp32, bf16, fp64
     triton    Triton on CUDA: fp32, fp16, bf16 (on the CPU in Triton's interpreter)
-    cuda      CUDA C++ of `csrc/`: fp32, fp16, bf16
+    cuda      CUDA C++ of `csrc/`, the norms: fp32, fp16, bf16
 
 Each op is defined through torch.library once for every compiled backend, as the overload of that
 name: `torch.ops.stars_fast.norm.cpp`, `.triton`, `.cuda`. These raw ops have no derivative: the
@@ -146,7 +146,7 @@ def compiled(name: str, x: Tensor, function: str = "") -> Callable[..., Any] | N
 
 
 def implementation(name: str, x: Tensor, function: str = "") -> Callable[..., Any]:
-    """What computes the op `name` for tensors like x: compiled, or plain PyTorch."""
+    """The function that computes the op `name` for tensors like x: compiled, or plain PyTorch."""
     found = compiled(name, x, function)
     if found is None:
         if _watcher is not None:
@@ -187,7 +187,7 @@ def has(backend: str, device: str) -> bool:
 
 
 def dtypes(backend: str) -> frozenset[torch.dtype]:
-    """What a backend computes with; plain PyTorch takes more than these."""
+    """The dtypes that a backend computes with; plain PyTorch takes more than these."""
     return frozenset(_DTYPES.get(backend, {*_DTYPES["cpp"], *_DTYPES["triton"]}))
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.tokens import Tokens
+
 # Spans of the boolean masks met in the dual pass that runs: a model hands one mask to each of its
 # layers, cut anew. Each entry holds its mask, so that no other can take its place in memory.
 _known: ContextVar[dict[Any, tuple[Tensor, Spans | None]] | None] = ContextVar(
@@ -67,8 +69,8 @@ class Spans:
         Args:
             cu_q, cu_k: [n + 1] integers, rising from 0 to `total_q` and `total_k`.
         """
-        from_queries = _documents(cu_q, cu_k, total_q)
-        from_keys = _documents(cu_k, cu_q, total_k)
+        from_queries = _other_side(cu_q, cu_k, total_q)
+        from_keys = _other_side(cu_k, cu_q, total_k)
         if causal:
             start, stop, place = from_queries
             from_queries = start, torch.minimum(stop, start + place + 1), place
@@ -77,8 +79,21 @@ class Spans:
         return cls(_pack(from_queries), _pack(from_keys))
 
     @classmethod
+    def of_tokens(cls, tokens: Tokens, window: int | None = None) -> Spans:
+        """Tokens that see what `Tokens.first_seen` says, of a batch without holes."""
+        start = tokens.first_seen(window).contiguous()
+        queries, keys = tokens.length, tokens.past + tokens.length
+        stop = torch.arange(tokens.past + 1, keys + 1, device=start.device).expand_as(start)
+        key = torch.arange(keys, device=start.device).expand(len(start), keys).contiguous()
+        # Both rise with the query: a key is seen from its own place on, until a start is beyond it.
+        first = (key - tokens.past).clamp(0, queries)
+        last = torch.maximum(torch.searchsorted(start, key, right=True), first)
+        pack = [torch.stack(pair, -1).to(torch.int32) for pair in ((start, stop), (first, last))]
+        return cls(*pack)
+
+    @classmethod
     def of_mask(cls, mask: Tensor) -> Spans | None:
-        """Of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where a query's keys have
+        """The spans of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where keys have
         gaps. Asked once for each mask of a dual pass."""
         if _unasked.get():
             return None
@@ -103,11 +118,12 @@ class Spans:
         return cls(queries, _hull(mask.mT)[0])
 
 
-def _documents(cu: Tensor, other: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+def _other_side(cu: Tensor, other: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
     """For each token: start and stop of its document on the other side, and its place in it."""
-    token = torch.arange(total, device=cu.device)
-    document = torch.searchsorted(cu[1:].contiguous(), token, right=True)
-    return other[document], other[document + 1], token - cu[document]
+    tokens = Tokens(1, total, cu_seqlens=cu, device=cu.device)
+    document = tokens.owner
+    assert document is not None
+    return other[document], other[document + 1], tokens.positions[0]
 
 
 def _pack(parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:

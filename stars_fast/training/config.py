@@ -1,25 +1,31 @@
 """The configuration of a run: one tree of dataclasses, read from recipes and the command line.
 
 A recipe is YAML with the sections of a `RunConfig`. `base: NAME` starts from another recipe.
-The full tree is written to the run folder and is itself a recipe. What a run trains is its `task`,
-which has sections of its own; this file has those that all tasks share.
+The full tree is written to the run folder and is itself a recipe. The sections `model` and `data`
+are those of the model's family and of the kind of data; this file has those that all runs share.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib import import_module
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from stars_fast.base import tree
-from stars_fast.base.checks import check_integer
+from stars_fast.base.choices import CHOICES, merge_settings, names_of
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.optional import need
+from stars_fast.data.kinds import kind_named
 from stars_fast.models.depth import DepthLaw
+from stars_fast.models.families import family_named
 from stars_fast.training.recipes import read_recipe
+from stars_fast.training.run.eval_config import (
+    EvalConfig,
+    SumsEvalConfig,
+    TextEvalConfig,
+)
 from stars_fast.training.run.trackers import TRACKERS
 from stars_fast.training.scale.memory import MemoryConfig
 from stars_fast.training.scale.parallel import ParallelConfig
@@ -28,14 +34,12 @@ from stars_fast.training.step.optim import OptimConfig
 from stars_fast.training.step.penalty import PenaltyConfig
 
 ALIASES = {
+    "kind": "parallel.kind",
     "reg_weight": "penalty.weight",
     "random_loop_mu": "depth.mu",
     "random_loop_sigma": "depth.sigma",
 }
-"""Names of the published code's options that mean one field here."""
-
-TASKS = {"addition": "stars_fast.training.addition", "ouro": "stars_fast.training.ouro"}
-"""Where the configuration (`Config`) and the parts (`Task`) of each task are."""
+"""Names that mean one field: the published code's options, and last names of several fields."""
 
 
 @dataclass
@@ -115,7 +119,8 @@ class LoopConfig:
     def on(self, processes: int) -> "LoopConfig":
         """The same with the accumulation for so many processes.
 
-        Raises ValueError if batch_size does not divide evenly, or accumulation says otherwise.
+        Raises:
+            ValueError: batch_size does not divide evenly, or accumulation says otherwise.
         """
         size, what = self.accumulation, "accumulation"
         if self.micro_batch_size is not None:
@@ -143,29 +148,11 @@ class LoopConfig:
         return replace(self, steps=math.ceil(self.epochs * units / self.batch_size))
 
 
-@dataclass
-class EvalConfig:
-    """Judging the model, during the run and at its end; a task adds how.
-
-    turns: numbers of turns to evaluate at; empty for no evaluation.
-    every: steps between evaluations; 0 for the end alone.
-    """
-
-    turns: tuple[int, ...] = (2, 4, 8)
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        if any(turns < 1 for turns in self.turns):
-            raise ValueError(f"turns must be positive, got {list(self.turns)}")
-        check_integer("every", self.every, 0)
-
-
 @dataclass(kw_only=True)
 class RunConfig:
-    """A run; a task adds its `model` and `data`, and to `eval`.
+    """A run, but for its `model` and `data`, which `config_class` adds.
 
     method: sft, random-loop, jsrr, stars or l2.
-    task: what is trained: addition or ouro.
     name: of the run, in figures and for its folder; the recipe's name by default.
     description: one line for the list of recipes.
     seed: of initial weights, data order, depths, noise and dropout.
@@ -174,7 +161,6 @@ class RunConfig:
     """
 
     method: str
-    task: str = "addition"
     name: str = "run"
     description: str = ""
     seed: int = 0
@@ -187,6 +173,9 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    if TYPE_CHECKING:
+        model: Any
+        data: Any
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -227,9 +216,9 @@ class RunConfig:
             self.out = str(Path("runs") / self.name)
 
     @property
-    def penalised(self) -> str | None:
-        """The kind of penalty, "jacobian" or "l2"; None without one."""
-        return METHODS[self.method].penalty if self.penalty.weight > 0 else None
+    def penalised(self) -> bool:
+        """Whether the run has a penalty."""
+        return METHODS[self.method].penalised and self.penalty.weight > 0
 
     @property
     def trained_turns(self) -> int | tuple[int, int]:
@@ -241,46 +230,133 @@ class RunConfig:
         return self.penalty.weight_at(step) if self.penalised else 0.0
 
 
-def task_of(mapping: Mapping[str, Any]) -> ModuleType:
-    """The module of the task that a recipe names; ConfigError for one that does not exist."""
-    task = mapping.get("task", "addition")
-    if task not in TASKS:
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
-    return import_module(TASKS[task])
+@cache
+def config_class(family: str, kind: str) -> type[RunConfig]:
+    """The `RunConfig` of a family of models on a kind of data.
+
+    Raises:
+        ConfigError: there is no such family or kind.
+    """
+    model, data = family_named(family), kind_named(kind).section
+    judged = SumsEvalConfig if kind_named(kind).exact_match else TextEvalConfig
+    precision = field(default=model.precision)
+    return make_dataclass(
+        "Run",
+        [
+            ("precision", Literal["mixed", "float32", "bfloat16"], precision),
+            ("model", model.section, *_default(model.section)),
+            ("data", data, *_default(data)),
+            ("eval", judged, field(default_factory=judged)),
+        ],
+        bases=(RunConfig,),
+        namespace={"__doc__": "A run.", "__post_init__": _check_together},
+        kw_only=True,
+    )
+
+
+def _default(section: type) -> list[Any]:
+    """The default of a section, where all its fields have one."""
+    needed = [f for f in fields(section) if f.default is f.default_factory is MISSING]
+    return [] if needed else [field(default_factory=section)]
+
+
+def _check_together(config: Any) -> None:
+    """Refuse a model and data that don't go together."""
+    RunConfig.__post_init__(config)
+    family, kind = family_named(config.model.family), kind_named(config.data.kind)
+    sharded = config.parallel.sharded
+    if kind.packs(config.data) and not family.packs:
+        raise ConfigError(
+            f"data.packing must be false with model.family {family.name}, whose turns don't keep "
+            "the documents of a row apart"
+        )
+    if sharded and not family.shards:
+        raise ConfigError(
+            f"parallel.kind must be auto or ddp with model.family {family.name}, got "
+            f"{config.parallel.kind}"
+        )
+    if sharded and isinstance(config.eval, SumsEvalConfig):
+        raise ConfigError(
+            f"parallel.kind must be auto or ddp with data.kind {kind.name}, got "
+            f"{config.parallel.kind}: no process holds the whole model, to judge it"
+        )
+    if not isinstance(config.eval, TextEvalConfig) or not config.eval.tasks:
+        return
+    if not family.causal_lm:
+        raise ConfigError(f"eval.tasks must be empty with model.family {family.name}")
+    if not config.eval.turns:
+        raise ConfigError("eval.turns must hold a number of turns for eval.tasks, got none")
+    if sharded:
+        raise ConfigError(
+            f"eval.tasks must be empty with parallel.kind {config.parallel.kind}: no process "
+            "holds the whole model; export the run and evaluate that"
+        )
 
 
 def load_config(recipe: str, overrides: Sequence[str] = ()) -> Any:
-    """The configuration of `recipe` with `overrides` in their places: a `RunConfig` of its task.
+    """The configuration of `recipe` with `overrides` in their places: a `RunConfig`.
 
     `recipe` is the name of a recipe of the package, a YAML file, or a run folder. `overrides` are
     command-line words: "--penalty.weight", "0.05", "--steps=100".
 
-    Raises ConfigError for a recipe that does not exist or does not parse, and as `tree.build`.
+    Raises:
+        ConfigError: a recipe does not exist or does not parse, and as `tree.build`.
     """
     mapping = read_recipe(recipe)
     if Path(recipe).is_dir():  # a run, wherever it lies now
         mapping["out"] = recipe
-    mapping = tree.merge(mapping, parse_overrides(overrides, task_of(mapping).Config))
+    mapping = merge_settings(mapping, parse_overrides(overrides, mapping))
     mapping.setdefault("name", Path(recipe).stem)
     return config_from(mapping)
 
 
 def config_from(mapping: Mapping[str, Any]) -> Any:
-    """The configuration from nested mappings: a `RunConfig` of its task.
+    """The configuration from nested mappings: a `RunConfig`.
 
-    Raises ConfigError as `tree.build`.
+    What the family needs to know of the data, such as a vocabulary, it is told.
+
+    Raises:
+        ConfigError: as `tree.build`, and for a model and data that don't go together.
     """
-    return task_of(mapping).config_from(mapping)
+    names = names_of(mapping)
+    family, kind = family_named(names[0]), kind_named(names[1])
+    given = {name: value for name, value in mapping.items() if name != "task"}
+    model = given.get("model", {})
+    if isinstance(model, Mapping):
+        data = tree.build(kind.section, given.get("data", {}), "data")
+        given["model"] = family.fitted(dict(model), kind.own_tokens, kind.longest(data))
+    return tree.build(config_class(*names), given)
 
 
-def parse_overrides(words: Sequence[str], config: type) -> dict[str, Any]:
-    """Command-line words "--field value" or "--field=value" for a `config`, as nested mappings.
+def parse_overrides(words: Sequence[str], base: Mapping[str, Any]) -> dict[str, Any]:
+    """Command-line words "--field value" or "--field=value", as nested mappings.
 
     A field is its dotted path or its last name where that is unique; hyphens and underscores are
-    alike. Raises ConfigError for an unknown or ambiguous field, a missing value, a stray word.
+    alike. The fields are those of the family and kind that the words name, or else `base`.
+
+    Raises:
+        ConfigError: an unknown or ambiguous field, a missing value, a stray word.
     """
-    known = list(tree.leaves(config))
+    values = _values(words)
+    chosen = {path: value for path, value in values if path in ("task", *CHOICES)}
+    mapping = _nested(chosen)
+    known = [*tree.leaves(config_class(*names_of(merge_settings(base, mapping)))), "task"]
+    return _nested(chosen | {resolve(name, known): value for name, value in values})
+
+
+def _nested(values: Mapping[str, str]) -> dict[str, Any]:
     mapping: dict[str, Any] = {}
+    for path, value in values.items():
+        nested: Any = value
+        for part in reversed(path.split(".")):
+            nested = {part: nested}
+        mapping = tree.merge(mapping, nested)
+    return mapping
+
+
+def _values(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and values in their order."""
+    found: list[tuple[str, str]] = []
     words = list(words)
     while words:
         word = words.pop(0)
@@ -291,12 +367,8 @@ def parse_overrides(words: Sequence[str], config: type) -> dict[str, Any]:
             if not words or words[0].startswith("--"):
                 raise ConfigError(f"--{name} needs a value")
             value = words.pop(0)
-        path = resolve(name.replace("-", "_"), known)
-        nested: Any = value
-        for part in reversed(path.split(".")):
-            nested = {part: nested}
-        mapping = tree.merge(mapping, nested)
-    return mapping
+        found.append(("model.family" if name == "family" else name.replace("-", "_"), value))
+    return found
 
 
 def resolve(name: str, known: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stars_fast.base import tree
+from stars_fast.base.choices import merge_settings
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
 from stars_fast.base.optional import need
@@ -13,7 +13,8 @@ from stars_fast.base.optional import need
 def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     """The mapping of a recipe by name, file or run folder, on top of its `base`.
 
-    Raises ConfigError if it does not exist, does not parse, or is its own base.
+    Raises:
+        ConfigError: it does not exist, does not parse, or is its own base.
     """
     if recipe in seen:
         raise ConfigError(f"recipe {recipe} is its own base: {' -> '.join((*seen, recipe))}")
@@ -27,7 +28,7 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     base = str(Path(recipe).parent / base) if beside else base
     inherited = read_recipe(base, (*seen, recipe))
     inherited.pop("name", None)
-    return tree.merge(inherited, mapping)
+    return merge_settings(inherited, mapping)
 
 
 def recipe_names() -> list[str]:

@@ -6,8 +6,8 @@ from torch import nn
 
 from stars_fast.analysis.subjects import Subject
 from stars_fast.data.batches import HostBatch, micro_batch
-from stars_fast.data.samples import Samples
 from stars_fast.models.loop import Loop
+from stars_fast.tokens import padded_tokens
 
 
 class MapLoop(Loop):
@@ -29,7 +29,7 @@ class MapLoop(Loop):
         rows = h.flatten(0, 1).index_select(0, batch.positions)
         return rows.square().mean(1).sum() / count
 
-    layers = outside_block = turn_flops = None
+    logits = layers = outside_block = turn_flops = None
 
 
 class Drawn:
@@ -42,7 +42,7 @@ class Drawn:
         length = int(self.lengths.max())
         tokens = torch.randint(50, (len(units), length), generator=torch.manual_seed(1))
         mask = torch.arange(length) < self.lengths[units][:, None]
-        return HostBatch(tokens, tokens.masked_fill(~mask, -100), Samples(len(units), mask))
+        return HostBatch(tokens, tokens.masked_fill(~mask, -100), padded_tokens(mask))
 
 
 def subject(block, width=6, lengths=(3, 4, 4, 2), name="map", trained=4):

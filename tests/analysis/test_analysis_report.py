@@ -13,20 +13,20 @@ from looped_maps import rotation, subject
 
 pytest.importorskip("matplotlib")
 
-from stars_fast.analysis import dynamics_figures
-from stars_fast.analysis.dynamics_figures import (
+from stars_fast.analysis.measure import Plan, measure
+from stars_fast.analysis.report import figures as dynamics_figures
+from stars_fast.analysis.report.figures import (
     overview,
     paths_picture,
     quantity_picture,
     reach_of,
 )
-from stars_fast.analysis.measure import Plan, measure
-from stars_fast.analysis.page import page
-from stars_fast.analysis.quantities import QUANTITIES
-from stars_fast.analysis.record import record
-from stars_fast.analysis.report import pictures, write_report
+from stars_fast.analysis.report.numbers import record
+from stars_fast.analysis.report.page import page
+from stars_fast.analysis.report.quantities import QUANTITIES
+from stars_fast.analysis.report.summary import quartiles
+from stars_fast.analysis.report.writing import pictures, write_report
 from stars_fast.analysis.subjects import Request
-from stars_fast.analysis.summary import quartiles
 from stars_fast.analysis.trajectory import convergence_turns
 from stars_fast.base.errors import ConfigError
 
@@ -221,7 +221,7 @@ def test_the_numbers_are_kept_if_the_pictures_fail(runs, tmp_path, monkeypatch):
     def fails(*_):
         raise MemoryError
 
-    monkeypatch.setattr("stars_fast.analysis.report.overview", fails)
+    monkeypatch.setattr("stars_fast.analysis.report.writing.overview", fails)
     with pytest.raises(MemoryError):
         write_report({"cycle": runs["cycle"]}, tmp_path, PLAN, Request(), 1e-3)
     assert json.loads((tmp_path / "analysis.json").read_text())["runs"]["cycle"]["samples"] == 4

@@ -13,9 +13,10 @@ pytest.importorskip("safetensors")
 from stars_fast.analysis.subjects import Request, find_subject
 from stars_fast.base.tree import merge
 from stars_fast.cli import main
-from stars_fast.data.addition import AdditionData
 from stars_fast.evaluation.addition import evaluate
-from stars_fast.training.addition import load_model
+from stars_fast.evaluation.run_data import open_data
+from stars_fast.models.families.looped_lm import LoopedLoop
+from stars_fast.models.saved import find_model, load_model
 from stars_fast.training.config import config_from
 from stars_fast.training.run.trainer import Trainer, train
 
@@ -72,8 +73,9 @@ def test_a_run_of_sums(home, tmp_path, capsys):
     found = found_in(tmp_path)["runs"]["sums"]
     assert found["what"] == "step 2, 3 unseen 1-digit sums"
     assert found["trained_turns"] == 3
-    model, config = load_model(run)
-    accuracy = evaluate(model, AdditionData(config.data), list(range(1, 7)))
+    source = find_model(run)
+    loop = LoopedLoop(load_model(source))
+    accuracy = evaluate(loop, open_data(source).held_out, list(range(1, 7)))
     assert found["accuracy"] == {str(t): value for t, value in accuracy.items()}
     assert list(found["jacobian"]) == ["2", "6"]
     assert [len(row) for row in found["trajectory"]["norm"]] == [3] * 7
@@ -107,7 +109,7 @@ def test_validation_data_is_cut_and_right_padding_changes_nothing(home):
     subject = find_subject(str(home / "ouro"), request)
     assert subject.samples == 4
     (batch,) = subject.batches
-    lengths = batch.samples.lengths(batch.tokens.shape[1])
+    lengths = batch.samples.lengths
     assert min(lengths) < max(lengths) <= 60
     ones = find_subject(str(home / "ouro"), Request(samples=4, length=60, batch=1)).batches
     loop = subject.load()
@@ -175,7 +177,7 @@ def test_samples_from_jsonl(home, tmp_path, kind):
         (["{home}", *SMALL], r"holds no config.yaml and no config.json, but .*checkpoint"),
         (["{home}/sums", "--turns", "4", "--jacobian-at", "2,6"], r"--jacobian-at must be at most"),
         (["{home}/sums", "--turns", "1"], "--turns must be at least 2, got 1"),
-        (["{home}/sums", "--text", "x.txt"], "--text is for Ouro"),
+        (["{home}/sums", "--text", "x.txt"], "--text is for models of text"),
         (["{home}/sums", "--step", "9"], "has no checkpoint of step 9"),
         (["{home}/sums", "--device", "oven"], "--device must be cpu, cuda"),
         (["{home}/checkpoint"], "checkpoint is no run folder; for a checkpoint or a hub id give"),

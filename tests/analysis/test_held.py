@@ -74,7 +74,6 @@ def both(found):
 
 MEASURES = {
     "krylov": lambda block: spectral_radius(block, H, generator=seeded()),
-    "power": lambda block: spectral_radius(block, H, method="power", tol=1e-8, generator=seeded()),
     "moments": lambda block: torch.cat(singular_moments(block, H, probes=5, generator=seeded())),
     "spectrum": lambda block: both(spectrum(block, H, generator=seeded())),
     "power-steps": lambda block: fused_jsrr(block, H, power_steps=4, generator=seeded()),

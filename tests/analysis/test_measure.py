@@ -12,9 +12,9 @@ from looped_maps import MapLoop, rotation, subject
 
 from stars_fast.analysis.jacobian import spectrum
 from stars_fast.analysis.measure import Plan, measure
-from stars_fast.analysis.summary import cycle_periods, kinds, median, quartiles, summarise
+from stars_fast.analysis.report.summary import cycle_periods, kinds, median, quartiles, summarise
+from stars_fast.analysis.report.words import verdict
 from stars_fast.analysis.trajectory import trajectory
-from stars_fast.analysis.verdict import verdict
 
 PLAN = Plan(turns=40, jacobian_at=(2, 10, 40), probes=4)
 TOL = 1e-3
@@ -74,14 +74,14 @@ def test_the_samples_of_all_batches_are_measured_in_their_order():
     place = 0
     for batch in whole.batches:
         h0 = whole.load().prelude(batch.tokens).detach()
-        alone = trajectory(whole.load().block, h0, 40, mask=batch.samples.mask)
+        alone = trajectory(whole.load().block, h0, 40, mask=batch.samples.real)
         part = slice(place, place + len(h0))
         torch.testing.assert_close(found.trajectory.residual[:, part], alone.residual)
         place += len(h0)
         h = h0
         for _ in range(10):
             h = whole.load().block(h)
-        again = spectrum(whole.load().block, h.detach(), mask=batch.samples.mask, probes=4)
+        again = spectrum(whole.load().block, h.detach(), mask=batch.samples.real, probes=4)
         torch.testing.assert_close(found.jacobian[10].radius[part], again.radius, rtol=1e-3, atol=0)
     torch.testing.assert_close(
         found.jacobian[40].radius, torch.full((4,), 0.9).double(), rtol=1e-3, atol=0
@@ -109,7 +109,7 @@ def test_the_path_is_that_of_the_chosen_token(place, column):
     ends = [(b, r) for b in whole.batches for r in range(len(b.tokens))]
     starts = []
     for batch, row in ends:
-        real = batch.samples.mask[row].nonzero().flatten()
+        real = batch.samples.real[row].nonzero().flatten()
         starts.append(whole.load().prelude(batch.tokens)[row, real[column]].detach().numpy())
     paths = found.paths
     np.testing.assert_allclose(
@@ -132,7 +132,7 @@ def test_samples_that_meet_have_no_spread():
     tokens = []
     for batch in whole.batches:
         h0 = whole.load().prelude(batch.tokens).detach().double()
-        tokens += [h[mask][mask.sum() // 2] for h, mask in zip(h0, batch.samples.mask, strict=True)]
+        tokens += [h[mask][mask.sum() // 2] for h, mask in zip(h0, batch.samples.real, strict=True)]
     start = torch.stack(tokens)
     for turn in range(10):
         h = 1 + 0.5**turn * (start - 1)

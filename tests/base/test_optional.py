@@ -77,7 +77,7 @@ NEEDED = {
             "--report_to none"
         ],
     ),
-    "jinja2": ("ouro", ["train ouro-tiny --steps 1 --report_to none"]),
+    "jinja2": ("train", ["train ouro-tiny --steps 1 --report_to none"]),
 }
 """By module: its extra, commands (with a space) and modules that need it."""
 
@@ -96,6 +96,7 @@ def here(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", NEEDED)
 def test_everything_that_needs_a_package_names_its_extra(here, module):
     extra, asked = NEEDED[module]

@@ -15,6 +15,7 @@ def stderr_of(*words):
     return run.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     ["recipes", "train --help", "eval --help", "analyze --help", "study --help", "export --help"],
@@ -24,9 +25,10 @@ def test_commands_print_nothing_of_others(words):
     assert stderr_of("-m", "stars_fast.cli", *words.split()) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
-    ["stars_fast.models.ouro", "stars_fast.training.ouro", "stars_fast.evaluation.lm_model"],
+    ["stars_fast.models.ouro", "stars_fast.training.run.task", "stars_fast.evaluation.lm_model"],
 )
 def test_imports_print_nothing_of_others(module):
     pytest.importorskip("transformers")

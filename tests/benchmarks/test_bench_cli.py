@@ -33,6 +33,7 @@ def test_op(tmp_path, capsys):
     assert "fwd, us" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_block(tmp_path, capsys):
     words = ("block", "--shape", "ouro", "--ways", "last", "jvp_flash_attention", "--repeats", "1")
     code, found = bench(tmp_path, *words, "--dtype", "bfloat16")

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import block as level
 from benchmarks import growth, ways
-from benchmarks.blocks import SHAPES, Shape, attending, build, plain_norms
+from benchmarks.blocks import SHAPES, Shape, attending, build_block, plain_norms
 from benchmarks.timing import in_its_own_process
 from stars_fast import explain
 from stars_fast.cli import main
@@ -24,7 +24,7 @@ HERE = [name for name in ways.WAYS if name != "jvp_flash_attention"]
 )
 @pytest.mark.parametrize("kind", TINY)
 def test_ways_agree_with_fp64(kind, dtype):
-    block, h, u = build(TINY[kind], "cpu", dtype)
+    block, h, u = build_block(TINY[kind], "cpu", dtype)
     # A difference of two 16-bit numbers over a step of 1e-2 has few digits left.
     names = [name for name in HERE if dtype.itemsize > 2 or name != "finite_difference"]
     exact = ways.Exact(block, h, u)
@@ -33,7 +33,7 @@ def test_ways_agree_with_fp64(kind, dtype):
 
 
 def test_the_ways_to_one_number_agree_in_it():
-    block, h, u = build(TINY["pre-norm"], "cpu", torch.float64)
+    block, h, u = build_block(TINY["pre-norm"], "cpu", torch.float64)
     values = {name: way(block, h, u).item() for name, way in ways.WAYS.items() if name in HERE}
     for name in ("autograd_jvp", "func_jvp"):
         assert values[name] == pytest.approx(values["dual"], rel=1e-12)
@@ -43,7 +43,7 @@ def test_the_ways_to_one_number_agree_in_it():
 
 
 def test_the_check_takes_the_first_tokens_of_a_long_sample():
-    block, h, u = build(replace(TINY["pre-norm"], length=48), "cpu", torch.float32)
+    block, h, u = build_block(replace(TINY["pre-norm"], length=48), "cpu", torch.float32)
     exact = ways.Exact(block, h, u, length=16)
     seen = []
 
@@ -58,7 +58,7 @@ def test_the_check_takes_the_first_tokens_of_a_long_sample():
 
 def test_attention_that_drops_the_cotangent_of_its_tangent_is_an_error():
     """What a kernel with a derivative of its own may do, and what the check must show."""
-    block, h, u = build(TINY["pre-norm"], "cpu", torch.float32)
+    block, h, u = build_block(TINY["pre-norm"], "cpu", torch.float32)
 
     class Cut(torch.autograd.Function):
         generate_vmap_rule = True
@@ -94,7 +94,7 @@ def test_attention_that_drops_the_cotangent_of_its_tangent_is_an_error():
 
 
 def test_attending_is_undone():
-    block, h, _ = build(TINY["sandwich"], "cpu", torch.float32)
+    block, h, _ = build_block(TINY["sandwich"], "cpu", torch.float32)
     before = block(h)
     with attending(block, lambda q, k, v: torch.zeros_like(v)):
         assert not torch.equal(block(h), before)
@@ -103,7 +103,7 @@ def test_attending_is_undone():
 
 @pytest.mark.parametrize("kind", TINY)
 def test_blocks_take_the_fast_path(kind):
-    block, h, _ = build(TINY[kind], "cpu", torch.float32)
+    block, h, _ = build_block(TINY[kind], "cpu", torch.float32)
     found = explain(block, h)
     assert found.fallbacks == []
     fused = {name for name, path in found.ops if path == "fused"}
@@ -113,7 +113,7 @@ def test_blocks_take_the_fast_path(kind):
 
 def test_compiled_ways_tell_when_they_run_in_eager_mode(monkeypatch):
     monkeypatch.setattr(ways, "_inductor", lambda: lambda graph, inputs: graph.forward)
-    block, h, u = build(TINY["pre-norm"], "cpu", torch.float32)
+    block, h, u = build_block(TINY["pre-norm"], "cpu", torch.float32)
     compiled = ways.bind("plain, compiled", block)
     assert compiled(h, u).item() == pytest.approx(ways.plain(block, h, u).item(), rel=1e-6)
     skipped = ways.Compiled(torch.compiler.disable(partial(ways.plain, block), recursive=True))
@@ -128,7 +128,9 @@ def test_a_compiled_way_that_kills_its_process_takes_no_other_with_it(monkeypatc
     monkeypatch.setattr(level, "in_its_own_process", crash)
 
     shape = TINY["pre-norm"]
-    rows = level.rows_of(["func_jvp, compiled"], shape, *build(shape, "cpu", torch.float32), 1)
+    rows = level.way_rows(
+        ["func_jvp, compiled"], shape, *build_block(shape, "cpu", torch.float32), 1
+    )
     assert rows["func_jvp, compiled"] == {"failed": "killed by SIGSEGV"}
     assert rows["plain"]["ratio"] == 1
 
@@ -169,6 +171,7 @@ def in_this_one(function, **arguments):
     return growth.in_this_process(**arguments)
 
 
+@pytest.mark.slow
 def test_memory_says_where_a_way_runs_out():
     shape = Shape(64, 2, 128, layers=1, batch=1)
     rows = growth.against_length(
@@ -193,7 +196,7 @@ def test_a_peer_that_is_not_here_says_why(monkeypatch):
 
 
 def test_norms_of_plain_operations_are_the_same_norms():
-    block, h, _ = build(TINY["sandwich"], "cpu", torch.float64)
+    block, h, _ = build_block(TINY["sandwich"], "cpu", torch.float64)
     before = block(h)
     seen = []
     with plain_norms(block), Ops(seen):

@@ -16,9 +16,9 @@ from benchmarks.floors import (
 from benchmarks.published import Published
 from benchmarks.workload import LAW, random_model
 from stars_fast import fused_jsrr
-from stars_fast.data.samples import Samples
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.tokens import Tokens
 
 OURO = Sizes(width=2048, d_ff=5632, layers=24, vocabulary=49152)
 LENGTH = 2048
@@ -116,13 +116,13 @@ def test_the_formula_of_a_layer():
 
 
 def test_a_plain_turn_takes_what_the_formula_says(model, h):
-    turn = OuroLoop(model).turn(h, Samples(1))
+    turn = OuroLoop(model).turn(h, Tokens(*h.shape[:2]))
     assert counted(lambda: turn(h).sum().backward()) == causal("plain")
 
 
 def test_a_dual_turn_takes_what_the_formula_says(model, h):
     """On the CPU a short document's attention is one tile, the whole square."""
-    turn = OuroLoop(model).turn(h, Samples(1))
+    turn = OuroLoop(model).turn(h, Tokens(*h.shape[:2]))
     assert counted(lambda: fused_jsrr(turn, h, detach=False).backward()) == whole_square("dual")
 
 

@@ -21,6 +21,7 @@ def script(monkeypatch):
     return importlib.import_module("benchmarks.gpu_check")
 
 
+@pytest.mark.slow
 def test_dry_run_goes_through_all_stages(tmp_path):
     """From any folder, whatever is installed; the results lie in $OUT."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -129,6 +130,7 @@ def test_a_check_that_is_skipped_fails(script, tmp_path):
         assert len(report.data["failures"]) == strict
 
 
+@pytest.mark.slow
 def test_unknown_stages_are_named():
     command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), "--only", "all"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -9,11 +9,11 @@ from benchmarks import cases, op
 from stars_fast.ops import library
 
 PEAKS = {"gemm_flops": 1e11, "copy_bytes": 1e10}
-ALL = op.cases("cpu", small=True)
+ALL = op.op_cases("cpu", small=True)
 
 
 def rows_of(case, names=("torch",), dtype=torch.float32):
-    return op.rows_of(case, case, list(names), dtype, "cpu", 1, PEAKS)
+    return op.op_rows(case, case, list(names), dtype, "cpu", 1, PEAKS)
 
 
 @pytest.mark.parametrize("case", [timed for timed, _ in ALL], ids=lambda case: case.name)
@@ -85,7 +85,7 @@ def test_a_backend_that_plain_pytorch_stands_in_for_has_no_row():
 
 
 def test_what_is_too_long_to_check_is_checked_shorter():
-    for timed, checked in op.cases("cpu", small=False):
+    for timed, checked in op.op_cases("cpu", small=False):
         assert timed.name == checked.name
         assert timed.stacks[0].shape[-1] == checked.stacks[0].shape[-1]
         if "attention" in timed.name:

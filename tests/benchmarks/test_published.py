@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from benchmarks import agreement, published
-from benchmarks.agreement import DisagreementError, check
+from benchmarks.agreement import DisagreementError, check_agreement
 from benchmarks.published import MicroBatch, Published
-from benchmarks.workload import SHAPES, one_by_one, packed_batches, random_model
+from benchmarks.workload import MODEL_SIZES, one_by_one, packed_batches, random_model
 from stars_fast import fused_jsrr
 from stars_fast.data import IGNORE
-from stars_fast.data.samples import Samples
 from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.tokens import Tokens
 from stars_fast.training.step.precision import autocast
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def gradient(model, loss):
 @pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
 def test_it_computes_what_ours_does(precision):
     values = ("token loss", "published penalty", "our penalty")
-    found = check(SHAPES["tiny"].model, CPU, precision)
+    found = check_agreement(MODEL_SIZES["tiny"].model, CPU, precision)
     assert set(found) == {*values, *(f"{value}, gradient" for value in values)}
 
 
@@ -103,7 +103,7 @@ def half_detached(penalty):
 def test_the_gate_sees_what_is_wrong(monkeypatch, target, name, wrong, message):
     monkeypatch.setattr(target, name, wrong)
     with pytest.raises(DisagreementError, match=message):
-        check(SHAPES["tiny"].model, CPU, "float32")
+        check_agreement(MODEL_SIZES["tiny"].model, CPU, "float32")
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
@@ -118,7 +118,7 @@ def test_the_gate_sees_a_penalty_without_its_gradient(
 ):
     monkeypatch.setattr(target, name, cut(getattr(target, name)))
     with pytest.raises(DisagreementError, match=f"{whose} penalty, gradient: "):
-        check(SHAPES["tiny"].model, CPU, precision)
+        check_agreement(MODEL_SIZES["tiny"].model, CPU, precision)
 
 
 def test_checkpoints_change_no_gradient(model):
@@ -135,7 +135,7 @@ def test_checkpoints_change_no_gradient(model):
 def test_over_all_directions_its_penalty_is_ours(model):
     model = copy.deepcopy(model).double()
     h = torch.randn(1, 3, 16, dtype=torch.float64)
-    turn = OuroLoop(model).turn(h, Samples(1))
+    turn = OuroLoop(model).turn(h, Tokens(*h.shape[:2]))
     way, rows, columns = Published(model, "float32"), 0.0, 0.0
     for direction in torch.eye(h.numel(), dtype=torch.float64):
         v = direction.view_as(h)
@@ -162,7 +162,7 @@ def test_a_step_averages_over_documents_and_moves_the_weights(model):
     expected = gradient(model, sum(losses) / 2)
     before = model.lm_head.weight.clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = published.train_step(way, optimizer, batches, 0.0, 1e9)
+    loss = published.published_step(way, optimizer, batches, 0.0, 1e9)
     torch.testing.assert_close(loss, (sum(losses) / 2).detach())
     found = [p.grad.flatten() for p in model.parameters() if p.requires_grad]
     torch.testing.assert_close(torch.cat(found), expected)

@@ -51,12 +51,12 @@ def test_width_takes_heads_and_mlp_with_it():
 
 
 def test_a_way_that_runs_out_of_memory_is_said_and_not_timed(monkeypatch, tmp_path, capsys):
-    whole = growth.growth
+    whole = growth.way_growth
 
     def small(way, shape, *rest):
         return None if way == "func_jvp" and shape.length == 64 else whole(way, shape, *rest)
 
-    monkeypatch.setattr(growth, "growth", small)
+    monkeypatch.setattr(growth, "way_growth", small)
     assert main([*WORDS, "--ways", "dual", "func_jvp", "--out", str(tmp_path)]) == 0
     points = json.loads((tmp_path / "scaling.json").read_text())["axes"]["length"]
     assert points["64"]["func_jvp"] == {"failed": "out of memory"}

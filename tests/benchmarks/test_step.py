@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks import published, step
-from benchmarks.step_cases import CASES, Case
+from benchmarks.step_cases import STEP_CASES, StepCase
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.workload import LAW, MICROS, balanced_depths
 from stars_fast.models.depth import DepthLaw
-from stars_fast.training.step.jacobian import penalty_factor
+from stars_fast.training.step.methods import penalty_of
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,9 @@ def options(*words, **common):
     return argparse.Namespace(**vars(parser.parse_args(words)), **known | common)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STEP_CASES)
 def test_the_first_step_of_each_case_has_a_finite_loss(bench, name):
-    assert Steps(bench, CASES[name]).step(0).isfinite()
+    assert Steps(bench, STEP_CASES[name]).step(0).isfinite()
 
 
 def test_a_step_of_both_sides_starts_from_the_same_loss():
@@ -38,7 +38,7 @@ def test_a_step_of_both_sides_starts_from_the_same_loss():
     losses = []
     for name in ("published-sft", "sft"):
         bench = Bench("tiny", "cpu", "float32", tokens=8, repeats=1, layers=1)
-        losses.append(Steps(bench, CASES[name]).step(0))
+        losses.append(Steps(bench, STEP_CASES[name]).step(0))
     torch.testing.assert_close(*losses)
 
 
@@ -57,27 +57,31 @@ def test_arithmetic_of_cases_is_that_of_their_documents(bench):
     def flops(case, step=1):
         return bench.flops(case, step, bench.turns(case, step), recomputed=True)
 
-    exact, sft = flops(CASES["jsrr"]), flops(CASES["sft"])
+    exact, sft = flops(STEP_CASES["jsrr"]), flops(STEP_CASES["sft"])
     dual = exact - sft
-    micro = [flops(CASES["jsrr-quarter-micro"], s) - flops(CASES["sft"], s) for s in (1, 2, 3)]
-    whole = [flops(CASES["jsrr"], s) - flops(CASES["sft"], s) for s in (1, 2, 3)]
+    micro = [
+        flops(STEP_CASES["jsrr-quarter-micro"], s) - flops(STEP_CASES["sft"], s) for s in (1, 2, 3)
+    ]
+    whole = [flops(STEP_CASES["jsrr"], s) - flops(STEP_CASES["sft"], s) for s in (1, 2, 3)]
     for part, all_documents in zip(micro, whole, strict=True):
         assert 0.15 < part / all_documents < 0.35  # one row of four
-    assert flops(CASES["jsrr-last"]) < sft + 0.6 * dual
-    checkpointed = flops(CASES["published-sft"])
-    kept = bench.flops(CASES["published-sft"], 1, [4] * MICROS, recomputed=False)
-    assert kept == flops(CASES["published-sft-kept"])
+    assert flops(STEP_CASES["jsrr-last"]) < sft + 0.6 * dual
+    checkpointed = flops(STEP_CASES["published-sft"])
+    kept = bench.flops(STEP_CASES["published-sft"], 1, [4] * MICROS, recomputed=False)
+    assert kept == flops(STEP_CASES["published-sft-kept"])
     assert checkpointed > kept > sft  # whose head sees supervised positions alone
 
 
 def test_times_that_follow_the_arithmetic_give_its_ratios(bench):
     rows, runs = {}, {}
     for name in ("sft", "stars", "published-sft"):
-        case = CASES[name]
+        case = STEP_CASES[name]
         seconds = [bench.flops(case, s, bench.turns(case, s), True) * 1e-9 for s in (1, 2, 3)]
         runs[name] = Steps(bench, case)
         rows[name] = runs[name].row(seconds, peak=1e12)
-    even = [bench.flops(CASES["stars"], s, [bench.law.mean()] * MICROS, True) for s in (1, 2, 3)]
+    even = [
+        bench.flops(STEP_CASES["stars"], s, [bench.law.mean()] * MICROS, True) for s in (1, 2, 3)
+    ]
     assert rows["stars"]["seconds_at_mean"] == pytest.approx(sorted(even)[1] * 1e-9, rel=1e-4)
     assert rows["stars"]["paper"] == 2.0439
     assert rows["sft"]["mfu"] == pytest.approx(1e-3)
@@ -98,7 +102,7 @@ def test_a_case_without_memory_leaves_the_others(monkeypatch, failing):
         return right(self, number)
 
     monkeypatch.setattr(Steps, "step", full)
-    rows = step.measure("tiny", "cpu", "float32", 64, 1, 1, ("sft", "jsrr"))["methods"]
+    rows = step.measure_steps("tiny", "cpu", "float32", 64, 1, 1, ("sft", "jsrr"))["methods"]
     assert rows["jsrr"] == {"failed": "out of memory"}
     assert rows["sft"]["over_own"] == 1
 
@@ -115,6 +119,7 @@ def break_steps(monkeypatch, error, of_published):
     monkeypatch.setattr(Steps, "step", broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "said", "code"),
     [
@@ -137,7 +142,7 @@ def test_a_broken_case_leaves_the_others(monkeypatch, tmp_path, error, said, cod
 def test_who_interrupts_a_run_ends_it(monkeypatch):
     break_steps(monkeypatch, KeyboardInterrupt(), of_published=False)
     with pytest.raises(KeyboardInterrupt):
-        step.measure("tiny", "cpu", "float32", 64, 1, 1, ("sft",))
+        step.measure_steps("tiny", "cpu", "float32", 64, 1, 1, ("sft",))
 
 
 def test_memory_that_is_not_known_leaves_the_times(monkeypatch):
@@ -145,7 +150,9 @@ def test_memory_that_is_not_known_leaves_the_times(monkeypatch):
         raise RuntimeError("killed by SIGKILL")
 
     monkeypatch.setattr(step, "in_its_own_process", killed)
-    row = step.measure("tiny", "cpu", "float32", 64, 1, 1, ("sft",), memory=True)["methods"]["sft"]
+    row = step.measure_steps("tiny", "cpu", "float32", 64, 1, 1, ("sft",), memory=True)["methods"][
+        "sft"
+    ]
     assert row["seconds"] > 0
     assert row["mib"] == "RuntimeError: killed by SIGKILL"
 
@@ -177,9 +184,10 @@ def test_run_prints_a_table_and_writes_json(tmp_path, capsys):
     assert shape["methods"]["sft"]["over_published"] > 0
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_in_a_process_of_its_own():
     names = ("sft",)
-    result = step.measure("tiny", "cpu", "float32", 256, 1, None, names, memory=True)
+    result = step.measure_steps("tiny", "cpu", "float32", 256, 1, None, names, memory=True)
     # Four rows of 256 tokens at four turns of two layers keep some MiB, and no GiB.
     assert 1 < result["methods"]["sft"]["mib"] < 1000
 
@@ -192,23 +200,23 @@ def test_run_stops_where_the_published_way_is_wrong(monkeypatch, capsys):
 
 
 def test_cases_say_what_they_are():
-    assert CASES["published-stars"] == Case("stars", published=True, paper=2.0439)
-    assert CASES["stars"].paper == 2.0439
-    assert CASES["stars-last"].paper is None
-    paper = {case.method for case in CASES.values() if case.paper is not None}
+    assert STEP_CASES["published-stars"] == StepCase("stars", published=True, paper=2.0439)
+    assert STEP_CASES["stars"].paper == 2.0439
+    assert STEP_CASES["stars-last"].paper is None
+    paper = {case.method for case in STEP_CASES.values() if case.paper is not None}
     for side in (False, True):  # each method of the paper, as the paper has it, on both sides
         assert paper == {
             case.method
-            for case in CASES.values()
+            for case in STEP_CASES.values()
             if case.published == side and case.checkpointed and not case.penalty
         }
 
 
 def test_a_batch_that_is_a_whole_step_counts_or_not(bench):
     """Whatever the accumulation says."""
-    batch = replace(bench.windows[1][0], pieces=1, index=0)
+    batch = replace(bench.windows[1][0], step_micro_batches=1, index=0)
     factors = {
-        name: {penalty_factor(batch, bench.config(CASES[name]), step) for step in range(40)}
+        name: {penalty_of(bench.config(STEP_CASES[name])).factor(batch, step) for step in range(40)}
         for name in ("jsrr", "jsrr-quarter", "jsrr-quarter-micro")
     }
     assert factors == {"jsrr": {1.0}, "jsrr-quarter": {1.0}, "jsrr-quarter-micro": {0.0, 4.0}}

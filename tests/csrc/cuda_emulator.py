@@ -16,7 +16,6 @@ import torch
 HERE = Path(__file__).parent / "emulator"
 CSRC = Path(__file__).parents[2] / "csrc" / "cuda"
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "identity": 4}
 GUARD = 64
 
 
@@ -59,8 +58,6 @@ SANDWICH_BACKWARD = arguments(
     ["out_bar", "in_bar", "partials"],
     ["eps_out", "eps_in"],
 )
-GATED = arguments("GatedArgs", ["g", "u", "y"])
-GATED_BACKWARD = arguments("GatedBackwardArgs", ["grad", "g", "u", "g_bar", "u_bar"])
 
 
 def build(folder):
@@ -144,7 +141,7 @@ class Emulator:
     def device(self, multiprocessors=2, backwards=False):
         self.library.emulate_device(multiprocessors, ctypes.c_bool(backwards))
 
-    def _call(self, op, struct, inputs, outputs, parameters, sums, dual, extra=(), enum=()):
+    def _call(self, op, struct, inputs, outputs, parameters, sums, dual, extra=()):
         """inputs, outputs: name -> tensor or None; sums: name -> wanted."""
         x = next(iter(t for t in inputs.values() if t is not None))
         rows, width = x.shape[-2:]
@@ -173,7 +170,7 @@ class Emulator:
             fields["partials"] = scratch.pointer if any(sums.values()) else None
         packed = struct(**fields, rows=rows, width=width, **dict(extra))
         function = getattr(self.library, f"emulate_{op}")
-        args = [ctypes.byref(packed), *enum, TYPES[x.dtype], ctypes.c_bool(dual)]
+        args = [ctypes.byref(packed), TYPES[x.dtype], ctypes.c_bool(dual)]
         assert function(*args) == 0
         scratch.result()
         assert all(t.untouched() for t in [*held.values(), *weights.values()] if t is not None)
@@ -229,21 +226,4 @@ class Emulator:
             {"out_bar": normed, "in_bar": True},
             dual,
             {"eps_out": eps_out, "eps_in": eps_in},
-        )
-
-    def gated(self, g, u, name, dual):
-        enum = (ACTIVATIONS[name],)
-        (y,) = self._call("gated", GATED, {"g": g, "u": u}, {"y": True}, {}, {}, dual, enum=enum)
-        return y
-
-    def gated_backward(self, grad, g, u, name, dual):
-        return self._call(
-            "gated_backward",
-            GATED_BACKWARD,
-            {"grad": grad, "g": g, "u": u},
-            {"g_bar": True, "u_bar": True},
-            {},
-            {},
-            dual,
-            enum=(ACTIVATIONS[name],),
         )

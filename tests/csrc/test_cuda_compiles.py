@@ -69,13 +69,13 @@ def row_kernels(reports):
             yield report | numbers | {"op": shape["op"], "type": shape["type"]}
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled_for_every_architecture(compiled):
     _, reports = compiled
     by_arch = [{r["name"] for r in reports if r["arch"] == arch} for arch in ARCHITECTURES]
     assert by_arch[0] == by_arch[1]
     ops = {kernel["op"] for kernel in row_kernels(reports)}
     assert ops == {"norm", "norm_backward", "sandwich", "sandwich_backward"}
-    assert sum("gated" in name for name in by_arch[0]) == 2 * 2 * 2 * 5  # ops, types, widths, f
     assert sum("fold_kernel" in name for name in by_arch[0]) == 1
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from stars_fast.data.batches import Batches, HostBatch, Prefetch, batch_indices
-from stars_fast.data.samples import Samples
+from stars_fast.tokens import padded_tokens
 
 
 class Units:
@@ -26,7 +26,7 @@ class Units:
         mask[:, 2] = tokens[:, 2] % 3 != 0
         targets = tokens.masked_fill(~mask, -100)
         targets[:, 0] = -100
-        return HostBatch(tokens, targets, Samples(len(units), None if mask.all() else mask))
+        return HostBatch(tokens, targets, padded_tokens(mask))
 
 
 def window(accumulation, world_size, step=3):
@@ -57,7 +57,7 @@ def test_pads_and_supervised_places_are_found():
     (whole,) = window(1, 1)
     rows = whole.tokens[:, 0]
     short = int((rows % 3 == 0).sum())
-    assert whole.real_tokens == int(whole.samples.mask.sum()) == 36 - short
+    assert whole.real_tokens == int(whole.samples.real.sum()) == 36 - short
     assert sorted(whole.labels.tolist()) == sorted([*rows, *rows[rows % 3 != 0]])
     assert torch.equal(whole.tokens.flatten()[whole.positions], whole.labels)
 

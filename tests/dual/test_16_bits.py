@@ -114,6 +114,7 @@ def root(total):
     return total**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", INPUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", OPS)

@@ -156,6 +156,7 @@ OPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPS)
 def test_op_agrees_or_refuses(name):

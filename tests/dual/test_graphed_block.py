@@ -14,7 +14,7 @@ def test_it_says_what_it_needs():
         GraphedBlock(lambda h: h, torch.randn(2, 3, 4))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_loss_and_gradients_equal_those_of_the_eager_pass():
     from stars_fast.models.gpt import GPTBlock
     from stars_fast.models.looped import LoopedConfig

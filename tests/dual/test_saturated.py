@@ -355,6 +355,7 @@ def shaped(kind, generator):
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows(name, dtype):

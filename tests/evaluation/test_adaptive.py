@@ -3,8 +3,10 @@ import torch
 import torch.nn.functional as F
 
 from stars_fast.data.addition import AdditionConfig, AdditionData
+from stars_fast.data.kinds.sums import Sums
 from stars_fast.evaluation.adaptive import evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 
 LIMIT = 40
@@ -45,7 +47,9 @@ def exact_by_generation(model, data, tol):
 
 def test_per_token_agrees_with_generation(model, data):
     tols = [0.5, 0.2, 0.05]
-    found = evaluate_adaptive(model, data, tols, LIMIT, "token", batch_size=7)
+    found = evaluate_adaptive(
+        LoopedLoop(model), Sums(data, "test"), tols, LIMIT, "token", batch_size=7
+    )
     assert list(found) == tols
     assert [found[t].accuracy for t in tols] == [exact_by_generation(model, data, t) for t in tols]
     assert 1 < found[0.5].turns < found[0.2].turns < found[0.05].turns <= LIMIT
@@ -56,15 +60,16 @@ def test_per_token_agrees_with_generation(model, data):
 def test_a_sequence_waits_for_its_last_token(model, data):
     for tol in (0.5, 0.1):
         token, sequence = (
-            evaluate_adaptive(model, data, [tol], LIMIT, per)[tol] for per in ("token", "sequence")
+            evaluate_adaptive(LoopedLoop(model), Sums(data, "test"), [tol], LIMIT, per)[tol]
+            for per in ("token", "sequence")
         )
         assert token.turns < sequence.turns
         assert token.at_limit <= sequence.at_limit
 
 
 def test_a_tolerance_of_zero_is_the_fixed_depth(model, data):
-    point = evaluate_adaptive(model, data, [0.0], 6)[0.0]
-    assert point == (evaluate(model, data, [6])[6], 6.0, 1.0)
+    point = evaluate_adaptive(LoopedLoop(model), Sums(data, "test"), [0.0], 6)[0.0]
+    assert point == (evaluate(LoopedLoop(model), Sums(data, "test"), [6])[6], 6.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -79,5 +84,5 @@ def test_a_tolerance_of_zero_is_the_fixed_depth(model, data):
 )
 def test_arguments_out_of_range(model, data, change, message):
     with pytest.raises(ValueError, match=message):
-        evaluate_adaptive(model, data, **({"tols": [0.1]} | change))
+        evaluate_adaptive(LoopedLoop(model), Sums(data, "test"), **({"tols": [0.1]} | change))
     assert model.training

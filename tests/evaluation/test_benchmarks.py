@@ -35,6 +35,7 @@ PROMPTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(BENCHMARKS))
 def test_zero_shot_prompts_greedy_to_the_cap(opened, name):
     task = opened[name].task

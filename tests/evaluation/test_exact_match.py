@@ -3,7 +3,9 @@ import torch
 import torch.nn.functional as F
 
 from stars_fast.data.addition import AdditionConfig, AdditionData
+from stars_fast.data.kinds.sums import Sums
 from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 
 TURNS = [5, 1, 2, 12]
@@ -49,7 +51,7 @@ def exact_by_generation(model, data, turns):
 
 
 def test_agrees_with_generation_at_every_number_of_turns(model, data):
-    accuracy = evaluate(model, data, TURNS, batch_size=7)
+    accuracy = evaluate(LoopedLoop(model), Sums(data, "test"), TURNS, batch_size=7)
     assert accuracy == {t: exact_by_generation(model, data, t) for t in TURNS}
     assert list(accuracy) == TURNS
     assert 0.05 < accuracy[2] < 1
@@ -57,15 +59,22 @@ def test_agrees_with_generation_at_every_number_of_turns(model, data):
 
 
 def test_limit_takes_the_first_sums(model, data):
-    one_by_one = [evaluate(model, data, [2], limit=n)[2] * n for n in range(1, len(data.test) + 1)]
+    one_by_one = [
+        evaluate(LoopedLoop(model), Sums(data, "test"), [2], limit=n)[2] * n
+        for n in range(1, len(data.test) + 1)
+    ]
     steps = [b - a for a, b in zip([0, *one_by_one], one_by_one, strict=False)]
     assert {round(step, 9) for step in steps} == {0, 1}
-    assert evaluate(model, data, [2], limit=10_000) == evaluate(model, data, [2], limit=31)
+    assert evaluate(LoopedLoop(model), Sums(data, "test"), [2], limit=10_000) == evaluate(
+        LoopedLoop(model), Sums(data, "test"), [2], limit=31
+    )
 
 
 def test_puts_the_mode_back(model, data):
     model.train()
-    assert evaluate(model, data, [2]) == evaluate(model, data, [2])
+    assert evaluate(LoopedLoop(model), Sums(data, "test"), [2]) == evaluate(
+        LoopedLoop(model), Sums(data, "test"), [2]
+    )
     assert model.training
 
 
@@ -81,4 +90,4 @@ def test_puts_the_mode_back(model, data):
 )
 def test_errors(model, data, arguments, message):
     with pytest.raises(ValueError, match=message):
-        evaluate(model, data, **arguments)
+        evaluate(LoopedLoop(model), Sums(data, "test"), **arguments)

@@ -215,6 +215,7 @@ def own_task(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_lm_evals_command_line_with_our_model_in_a_process_of_its_own(checkpoint, own_task, model):
     words = (
         f"lm-eval --model stars_fast --model_args pretrained={checkpoint},turns=3,dtype=float64 "

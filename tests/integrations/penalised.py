@@ -6,8 +6,9 @@ from ouro_models import tokens
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stars_fast.base.seeds import derive
-from stars_fast.data.samples import Samples, sample_noise
+from stars_fast.data.samples import sample_noise
 from stars_fast.integrations.transformers import JacobianPenalty
+from stars_fast.tokens import Tokens
 
 IGNORED = -100
 
@@ -94,7 +95,7 @@ def by_hand(net, micros, turns, weight, *, seed, step=0, turn=None, state=None):
         out = net(ids, output_hidden_states=True, **options)
         loss = F.cross_entropy(out.logits[0, :-1], labels[0, 1:], reduction="sum") / targets
         h = (out.hidden_states[-1] if state is None else state(net, ids)).detach()
-        v = sample_noise(h, Samples(1), seed, step, [number])
+        v = sample_noise(h, Tokens(*h.shape[:2]), seed, step, [number])
         v = v / v.norm()
 
         def at(s, h=h, v=v):

@@ -9,12 +9,12 @@ IDS = torch.ones(2, 5, dtype=torch.long)
 
 
 def test_rows_less_their_pads():
-    assert (samples_of({"input_ids": IDS}).count, samples_of({"input_ids": IDS}).mask) == (2, None)
+    assert (samples_of({"input_ids": IDS}).count, samples_of({"input_ids": IDS}).real) == (2, None)
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     found = samples_of({"input_ids": IDS, "attention_mask": mask})
     assert found.count == 2
-    assert torch.equal(found.mask, mask.bool())
-    assert samples_of({"input_ids": IDS, "attention_mask": torch.ones_like(mask)}).mask is None
+    assert torch.equal(found.real, mask.bool())
+    assert samples_of({"input_ids": IDS, "attention_mask": torch.ones_like(mask)}).real is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_trl_fills_a_packed_row_with_is_no_document(multiple, told, labelle
         del batch["labels"]
     found = samples_of(batch, pad_id=PAD)
     assert (found.count, found.cu_seqlens.tolist()) == (3, [0, 3, 4, 8])
-    assert found.of(batch["input_ids"]).tolist() == [[t for d in DOCUMENTS for t in d]]
+    assert found.cut(batch["input_ids"]).tolist() == [[t for d in DOCUMENTS for t in d]]
 
 
 def test_without_a_named_pad_token_two_pads_tell_it():
@@ -106,9 +106,9 @@ def test_rows_that_trl_packs_before_it_pads(strategy):
     )
     found = samples_of(collate([dict(row) for row in rows]), pad_id=PAD)
     if free:
-        assert sorted(found.lengths(12)) == [1, 3, 4]
+        assert sorted(found.lengths) == [1, 3, 4]
     else:
-        assert found.lengths(12) == [5, 3]
+        assert found.lengths == [5, 3]
 
 
 def test_pads_in_several_packed_rows_and_on_the_left():
@@ -117,9 +117,9 @@ def test_pads_in_several_packed_rows_and_on_the_left():
     labels = torch.where(ids == 0, -100, ids)
     found = samples_of({"input_ids": ids, "position_ids": positions, "labels": labels}, 0)
     assert found.cu_seqlens.tolist() == [0, 3, 5]
-    assert found.of(ids).tolist() == [[5, 6, 7, 8, 9]]
+    assert found.cut(ids).tolist() == [[5, 6, 7, 8, 9]]
     states = torch.randn(2, 5, 4)
-    assert torch.equal(found.of(states), states[ids > 0][None])
+    assert torch.equal(found.cut(states), states[ids > 0][None])
 
 
 def test_a_pad_token_that_is_a_target_is_a_document():
@@ -162,7 +162,7 @@ def test_rows_of_pads_alone_are_no_samples():
     found = samples_of({"input_ids": torch.ones(3, 3, dtype=torch.long), "attention_mask": mask})
     assert found.count == 1
     assert found.places.tolist() == [1]
-    assert torch.equal(found.mask, mask[1:2].bool())
+    assert torch.equal(found.real, mask[1:2].bool())
     nothing = samples_of({"input_ids": mask, "attention_mask": torch.zeros_like(mask)})
     assert nothing.count == 0
 

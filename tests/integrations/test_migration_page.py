@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from stars_fast.base import tree
-from stars_fast.training import addition, ouro
-from stars_fast.training.config import load_config
+from stars_fast.base.choices import TASKS
+from stars_fast.training.config import config_class, load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "from-the-published-code.md").read_text()
-FIELDS = {path for task in (addition, ouro) for path in tree.leaves(task.Config)}
+FIELDS = {path for pair in TASKS.values() for path in tree.leaves(config_class(*pair))}
 SECTIONS = {path.partition(".")[0] for path in FIELDS if "." in path}
 
 

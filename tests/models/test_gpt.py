@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stars_fast.models.gpt import NORMS, PLACEMENTS, CausalAttention, GPTBlock, make_norm
-from stars_fast.models.looped import LoopedConfig
+from stars_fast.models.gpt import CausalAttention, GPTBlock, make_norm
+from stars_fast.models.looped_config import NORMS, PLACEMENTS, LoopedConfig
 
 B, S, D, H = 3, 7, 16, 4
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stars_fast.models.gpt import NORMS, PLACEMENTS
 from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.models.looped_config import NORMS, PLACEMENTS
 
 V, MAX = 13, 12
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from stars_fast import explain, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
-from stars_fast.models.token_layout import TokenLayout, check_tokens
+from stars_fast.tokens import check_tokens, describe_tokens
 
 B, S, D = 2, 6, 16
 
@@ -279,9 +279,9 @@ def test_positions_that_the_host_does_not_look_at(monkeypatch):
     inputs = {"inputs": state(B, S, D, seed=8)}
     core, shifted = looped_block(huginn()), torch.arange(S) + 1
     restart = torch.tensor([0, 1, 2, 0, 1, 2])
-    assert TokenLayout.of(h, position_ids=shifted).is_causal()
+    assert describe_tokens(h, position_ids=shifted).is_causal()
     expected = [block(h), block(h, position_ids=restart), core(h, position_ids=shifted, **inputs)]
-    monkeypatch.setattr("stars_fast.models.token_layout._host_knows", lambda tensor: False)
+    monkeypatch.setattr("stars_fast.tokens._host_knows", lambda tensor: False)
     got = [
         block(h, position_ids=torch.arange(S)),
         block(h, position_ids=restart),
@@ -291,14 +291,14 @@ def test_positions_that_the_host_does_not_look_at(monkeypatch):
     with pytest.raises(RuntimeError, match="position_ids: Huginn takes no attention mask"):
         core(h, position_ids=restart, **inputs)
     elsewhere = torch.empty(B, S, D, device="meta")
-    assert not TokenLayout.of(elsewhere, position_ids=torch.arange(S, device="meta")).is_causal()
+    assert not describe_tokens(elsewhere, position_ids=torch.arange(S, device="meta")).is_causal()
 
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("rows", [("000000", "111111"), ("001111", "110011")])
 def test_a_pad_sees_itself_alone_so_that_no_softmax_is_empty(rows, window):
     real = mask(*rows).bool()
-    visible = TokenLayout.of(state(B, S, D), attention_mask=real).visible(window)[:, 0]
+    visible = describe_tokens(state(B, S, D), attention_mask=real).visible(window)[:, 0]
     assert visible.any(-1).all()
     assert torch.equal(visible[~real], torch.eye(S).bool().expand(B, S, S)[~real])
     assert not (visible & ~real[:, None] & ~torch.eye(S).bool()).any()

@@ -242,6 +242,7 @@ def greedy_answer(net, folder):
     return [*ids[0].tolist(), *greedy(net, ids, new=12)[0].tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard", ["5GB", "40KB"])
 def test_saved_and_loaded_in_a_fresh_process_it_says_the_same(tmp_path, shard):
     net = model(num_key_value_heads=2, total_ut_steps=3)
@@ -326,6 +327,7 @@ def run(tmp_path):
     return folder, net
 
 
+@pytest.mark.slow
 def test_an_exported_run_is_a_model(run, tmp_path, capsys):
     folder, net = run
     out = tmp_path / "out"

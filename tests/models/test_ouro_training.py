@@ -109,32 +109,7 @@ def test_pads_change_neither_loss_nor_gradients():
 # -- the gate
 
 
-def test_a_trained_gate_weighs_the_turns():
-    ids, labels = labelled()
-    net, other = model(gate="trained"), model()
-    assert net.config.gate == "trained"
-    loss = net(ids, labels=labels, turns=4).loss
-    loss.backward()
-    other.model.set_gate("trained")
-    out = other.model(ids, turns=4, output_hidden_states=True, output_gates=True)
-    lam = torch.sigmoid(out.gates)
-    left = torch.cumprod(1 - lam, 0)
-    p = [lam[0], lam[1] * left[0], lam[2] * left[1], left[2]]
-    entropy = -sum(each * each.log() for each in p)
-    expected = 0
-    kept = labels[:, 1:] != IGNORED
-    for each, state in zip(p, out.hidden_states[1:], strict=True):
-        logits = other.lm_head(state)[:, :-1]
-        nll = F.cross_entropy(logits.mT, labels[:, 1:], reduction="none")
-        expected = expected + (each[:, :-1] * nll)[kept].mean()
-    expected = expected - 0.1 * entropy[:, :-1][kept].mean()
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    assert_same_gradients(gradients(net), gradients(other), 1e-9)
-    assert net.model.early_exit_gate.weight.grad.norm() > 0
-
-
-@pytest.mark.parametrize("gate", ["trained", "frozen", "ignored"])
+@pytest.mark.parametrize("gate", ["frozen", "ignored"])
 @pytest.mark.parametrize("turns", [1, 3])
 def test_every_parameter_that_wants_a_gradient_gets_one(gate, turns):
     net = model(gate=gate).train()
@@ -142,11 +117,11 @@ def test_every_parameter_that_wants_a_gradient_gets_one(gate, turns):
     net(ids, labels=labels, turns=turns).loss.backward()
     for name, p in net.named_parameters():
         assert (p.grad is not None) == p.requires_grad, name
-        assert p.requires_grad == (gate == "trained" or "early_exit_gate" not in name)
+        assert p.requires_grad == ("early_exit_gate" not in name)
 
 
 def test_gates_that_there_are_not():
-    with pytest.raises(ValueError, match="gate must be 'trained', 'frozen' or 'ignored', got 'x'"):
+    with pytest.raises(ValueError, match="gate: expected 'frozen' or 'ignored', got 'x'"):
         model().model.set_gate("x")
 
 
@@ -226,19 +201,6 @@ def test_an_adapted_head_is_called():
     torch.testing.assert_close(again, model()(ids, labels=labels).loss, rtol=1e-12, atol=0)
 
 
-def test_an_adapted_gate_is_trained():
-    ids, labels = labelled()
-    net = model(gate="trained").train()
-    net.model.early_exit_gate = Adapted(net.model.early_exit_gate)
-    net(ids, labels=labels).loss.backward()
-    assert net.model.early_exit_gate.up.grad.norm() > 0
-    net.lm_head = Adapted(net.lm_head)
-    with pytest.raises(ValueError, match="gate: 'trained' needs a plain lm_head"):
-        net(ids, labels=labels)
-    with pytest.raises(ValueError, match="tol: expected None or 0 for the loss of a trained gate"):
-        model(gate="trained")(ids, labels=labels, tol=0.1)
-
-
 def test_recomputation_takes_no_cache():
     net = model().train()
     net.gradient_checkpointing_enable({"use_reentrant": False})
@@ -316,6 +278,7 @@ def test_transformers_trainer_trains_it(tmp_path):
     assert torch.equal(again.lm_head.weight, net.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one():
     script = Path(__file__).parent / "scripts" / "ouro_parallel.py"
     command = [

@@ -77,6 +77,7 @@ def test_any_shape_layout_and_parameter_dtype(data):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_threads_change_no_bit(name):
     case = CASES[name]

@@ -145,7 +145,7 @@ def test_lambdas_and_methods_are_the_papers():
 
 def test_l2_without_is_the_same_run_without_a_penalty():
     runs = runs_of("l2")
-    assert [run.config.penalised for run in runs] == [None, "l2"] * 4
+    assert [run.config.penalised and run.config.method for run in runs] == [False, "l2"] * 4
     assert [run.config.depth.law for run in runs] == [
         "fixed",
         "fixed",
@@ -183,10 +183,10 @@ def test_overrides_that_cannot_be(words, message):
     [
         (lambda m: m.pop("asks"), "asks is missing"),
         (lambda m: m.update(pannels="norm"), "unknown field pannels; did you mean panels"),
-        (lambda m: m.update(panels="law"), "panels must be a factor of all runs: law"),
-        (lambda m: m.update(findings=["finding 9"]), "findings must be of"),
+        (lambda m: m.update(panels="law"), "panels: expected a factor of all runs, got law"),
+        (lambda m: m.update(findings=["finding 9"]), "findings: expected names of"),
         (lambda m: m.pop("runs"), "runs is missing at scale quick"),
-        (lambda m: m["scales"].update(huge={}), "a scale must be one of"),
+        (lambda m: m["scales"].update(huge={}), "scales: expected names of"),
         (lambda m: m["runs"].append(m["runs"][0]), "two runs have one label"),
     ],
 )

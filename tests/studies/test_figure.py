@@ -1,7 +1,7 @@
 import pytest
 
 from studies import figure
-from studies.curves import Result
+from studies.curves import SettingCurves
 
 
 def results(main, levels, seeds=1):
@@ -10,7 +10,7 @@ def results(main, levels, seeds=1):
         low, middle, high = (
             {main: {t: part / (t + number) for t in (1, 2, 4, 8, 16)}} for part in (0.2, 0.5, 0.8)
         )
-        found.append(Result(named, seeds, 4, 8, 1.0, middle, low, high))
+        found.append(SettingCurves(named, seeds, 4, 8, 1.0, middle, low, high))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What blocks call from torch.nn.functional: linear, activations, softmax, norms, attention."""
+"""Rules of torch.nn.functional: linear, activations, softmax, norms, attention."""
 
 from __future__ import annotations
 

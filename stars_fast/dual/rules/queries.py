@@ -47,7 +47,7 @@ _register_primal()
 
 
 def _register_numbers() -> None:
-    """What makes a number of a value: the number has no tangent, which is said."""
+    """Register the queries that make a number of a value: it has no tangent, which is said."""
     for name in ("item", "tolist", "__float__", "__complex__"):
         method = getattr(Tensor, name)
 

@@ -1,4 +1,4 @@
-"""What torch can't differentiate twice and no rule stands for: refused by name, before it runs."""
+"""Ops without a rule that torch can't differentiate twice: refused by name, before they run."""
 
 from __future__ import annotations
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base import tree
+from stars_fast.base.choices import names_of
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.run_folder import RunFolder, names_of
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.folders import check_exists, check_folder, not_loaded
 from stars_fast.models.loop import Loop
 
@@ -35,6 +36,9 @@ class Family(ABC):
         model_type: what `config.json` of its checkpoints says.
         section: the dataclass of a recipe's section `model`; its field `family` is the name of the
             file.
+        from_data: fields of the section that follow from the data where a recipe gives none.
+        precision: of a run whose recipe gives none.
+        shards: whether a run may share its weights out among processes.
         packs: whether a turn keeps documents that follow each other in one row apart.
         causal_lm: whether its models are causal language models of transformers with their turns
             in the configuration, as lm-eval and `generate` of transformers take them.
@@ -43,6 +47,9 @@ class Family(ABC):
     title: ClassVar[str]
     model_type: ClassVar[str]
     section: ClassVar[type]
+    from_data: ClassVar[tuple[str, ...]] = ()
+    precision: ClassVar[str] = "mixed"
+    shards: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     causal_lm: ClassVar[bool] = False
 
@@ -51,9 +58,17 @@ class Family(ABC):
         """That of its file, by which recipes know it."""
         return type(self).__module__.rpartition(".")[2]
 
+    def describe(self, section: Any) -> str:
+        """The model of a section in a few words."""
+        return self.title
+
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Whether a checkpoint with this `config.json` is one of its own."""
         return config.get("model_type") == self.model_type
+
+    def turns_of(self, config: Mapping[str, Any]) -> int | None:
+        """The turns that a checkpoint with this `config.json` takes; None where it does not say."""
+        return None
 
     def fitted(self, section: dict[str, Any], tokens: int | None, length: int) -> dict[str, Any]:
         """The section `model` as a recipe gives it, with what follows from the data.
@@ -134,9 +149,6 @@ class Family(ABC):
             dtype: of the weights; that of the model's configuration by default.
             turns: to be written as those of the model; its own by default.
             shard: most bytes of a file of weights, such as "5GB".
-
-        Raises:
-            ValueError: the family keeps no such number of turns.
         """
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,12 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import Samples
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.families import Family, checkpoint_config, section_of
 from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
-from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.models.looped import LoopedLM
+from stars_fast.models.looped_config import LoopedConfig
+from stars_fast.tokens import Tokens
 
 TINY = "tiny"
 """The tokenizer that the package makes."""
@@ -49,7 +51,7 @@ class LoopedLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.prelude(tokens)
 
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         return self.model.block
 
     def logits(self, h: Tensor) -> Tensor:
@@ -58,6 +60,10 @@ class LoopedLoop(Loop):
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
         out = self.model.coda(h)
         return token_loss(self.model.head, out, batch.positions, batch.labels) / count
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.config.vocab_size
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -78,6 +84,12 @@ class LoopedFamily(Family):
     title = "LoopedLM"
     model_type = "looped_lm"
     section = LoopedSection
+    from_data = ("vocab_size", "max_length")
+    precision = "float32"
+    shards = False
+
+    def turns_of(self, config: Mapping[str, Any]) -> int | None:
+        return config.get("turns")
 
     def fitted(self, section: dict[str, Any], tokens: int | None, length: int) -> dict[str, Any]:
         if tokens is None:
@@ -145,15 +157,13 @@ class LoopedFamily(Family):
         shard: str,
     ) -> None:
         """Write `config.json` and `model.safetensors`, whole whatever `shard` says."""
-        if turns is not None:
-            raise ValueError(f"turns: expected None, as a LoopedLM keeps none, got {turns}")
         files = need("safetensors.torch", "checkpoints")
         dtype = dtype or next(model.parameters()).dtype
         folder.mkdir(parents=True, exist_ok=True)
         known = [field.name for field in fields(LoopedConfig)]
         values = asdict(model.config)
         config = {"model_type": self.model_type, "dtype": str(dtype).removeprefix("torch.")}
-        config |= {name: values[name] for name in known}
+        config |= {"turns": turns} | {name: values[name] for name in known}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         files.save_file(model.to(dtype).state_dict(), folder / "model.safetensors")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +17,11 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import Samples
 from stars_fast.models.families import Family
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Turn, matrix_weights
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+from stars_fast.tokens import Tokens
 
 TINY = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
@@ -69,7 +70,7 @@ class OuroLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
-    def turn(self, h: Tensor, samples: Samples) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens) -> Turn:
         model = self.model.model
         context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)
@@ -81,6 +82,10 @@ class OuroLoop(Loop):
         rows = h.flatten(0, 1).index_select(0, batch.positions)
         weight = self.model.lm_head.weight
         return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.config.vocab_size
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -104,6 +109,12 @@ class OuroFamily(Family):
     section = OuroSection
     packs = True
     causal_lm = True
+
+    def describe(self, section: OuroSection) -> str:
+        return f"Ouro ({section.path})"
+
+    def turns_of(self, config: Mapping[str, Any]) -> int | None:
+        return int(config.get("total_ut_steps", 4))
 
     def start(self, section: OuroSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
         need("transformers", "Ouro models")

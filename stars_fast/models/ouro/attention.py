@@ -1,43 +1,44 @@
-"""Attention of a turn: PyTorch's or an installed kernel library's for a tensor, our dual op for a
-stacked pair."""
+"""Attention of a turn: PyTorch's or an installed kernel library's for tensors, ours for pairs."""
 
 from __future__ import annotations
 
 import inspect
 from functools import cache
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stars_fast import ops
-from stars_fast.models.ouro.visible import Documents, Visible
+from stars_fast import functional
+from stars_fast.dual.tensor import Dual
+from stars_fast.models.ouro.visible import Visible
 
-if TYPE_CHECKING:
-    from stars_fast.models.ouro.layers import OuroAttention
+
+class Attention(Protocol):
+    """The part of an attention module that is read here."""
+
+    config: Any
+    scaling: float
 
 
 @torch.compiler.disable  # its kernels are compiled already, and packed documents differ each time
-def attend(
-    module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible, dual: bool
-) -> Tensor:
-    """[.., B, H, S, D] from q [.., B, H, S, D], k and v [.., B, Hkv, past + S, D].
+def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """[B, H, S, D] from q [B, H, S, D], k and v [B, Hkv, past + S, D], tensors or pairs.
 
-    `module` gives `scaling` and, for a tensor, the `config` whose `_attn_implementation` is used.
+    `module` gives `scaling` and, for tensors, the `config` whose `_attn_implementation` is used.
     """
     scale = module.scaling
-    if dual:
+    if type(q) is Dual:
         if visible.holes:
-            return ops.attention(q, k, v, visible.mask, scale=scale)
+            return functional.attention(q, k, v, visible.mask, scale=scale)
         if visible.spans is None:
-            return ops.attention(q, k, v, causal=True, scale=scale)
-        return ops.attention(q, k, v, scale=scale, spans=visible.spans)
+            return functional.attention(q, k, v, causal=True, scale=scale)
+        return functional.attention(q, k, v, scale=scale, spans=visible.spans)
     implementation = module.config._attn_implementation
     if implementation in ("sdpa", "eager", None):
-        if visible.documents is not None and implementation != "eager":
-            return _packed(q, k, v, visible.documents, visible.window)
+        if visible.tokens.packed and implementation != "eager":
+            return _packed(q, k, v, visible)
         plain = _eager if implementation == "eager" else _sdpa
         return plain(q, k, v, visible, scale)
     return _interface(implementation, module, q, k, v, visible)
@@ -66,13 +67,13 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> T
     return weights.to(q.dtype) @ v
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None) -> Tensor:
+def _packed(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """Documents of one row, each by itself, at the default scale D^-1/2: one kernel where PyTorch
     has it, else one call each."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
-        return _varlen(q, k, v, documents, window)
+        return _varlen(q, k, v, visible)
     grouped = q.shape[1] != k.shape[1]
-    lengths = [b - a for a, b in pairwise(documents.bounds)]
+    lengths, window = visible.tokens.lengths, visible.window
     # Split rather than sliced: the backward of a slice fills a tensor of the whole row.
     parts = zip(lengths, *(x.split(lengths, 2) for x in (q, k, v)), strict=True)
     outs = []
@@ -91,11 +92,12 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int |
     return torch.cat(outs, 2)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None) -> Tensor:
-    """What its kernel takes besides differs between versions of torch."""
+def _varlen(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """Attention by torch's kernel for packed documents; its options differ between versions."""
     from torch.nn.attention import varlen
 
     kernel: Any = varlen.varlen_attn
+    window = visible.window
     tokens = [x[0].transpose(0, 1) for x in (q, k, v)]  # [S, H, D]
     options: dict[str, Any] = {}
     if q.shape[1] != k.shape[1]:
@@ -110,7 +112,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int |
         options["is_causal"] = True
     else:
         raise RuntimeError(f"torch {torch.__version__}: its varlen_attn takes no sliding window")
-    cu, longest = documents.cu, documents.longest
+    cu, longest = visible.cu_seqlens, visible.longest
     out = kernel(*tokens, cu, cu, longest, longest, **options)
     return out.transpose(0, 1).unsqueeze(0)
 
@@ -121,22 +123,22 @@ def _parameters(function: Any) -> frozenset[str]:
 
 
 def _interface(
-    name: str, module: OuroAttention, q: Tensor, k: Tensor, v: Tensor, visible: Visible
+    name: str, module: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Visible
 ) -> Tensor:
     """An attention of transformers' registry: flash-attn in its versions, FlexAttention, ..."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     options: dict[str, Any] = {}
-    mask: Any = visible.padding
+    mask: Any = visible.tokens.real
     if name == "flex_attention":
         mask = visible.flex_mask(q.shape[2], k.shape[2], q.device)
-    elif visible.documents is not None:
-        cu, longest = visible.documents.cu, visible.documents.longest
+    elif visible.tokens.packed:
+        cu, longest = visible.cu_seqlens, visible.longest
         options = {
             "cu_seq_lens_q": cu, "cu_seq_lens_k": cu,
             "max_length_q": longest, "max_length_k": longest,
         }  # fmt: skip
-    elif visible.restarts:
+    elif visible.tokens.restarts is not None:
         raise ValueError(
             f"attn_implementation {name!r} needs cu_seqlens for packed documents; position_ids "
             "alone are understood by sdpa, eager and flex_attention"

@@ -93,7 +93,7 @@ class OuroCache(DynamicCache):
 
 
 def check_cache(cache: Any) -> None:
-    """Raises TypeError where a cache is not one with a slot for each turn."""
+    """Raise TypeError where a cache is not one with a slot for each turn."""
     if cache is not None and not isinstance(cache, OuroCache):
         raise TypeError(
             "past_key_values: expected an OuroCache, which has a slot for each layer of each turn, "

@@ -86,9 +86,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
 
         Args:
             labels: [B, S] int64, the token ids themselves (they are shifted here), -100 where there
-                is no target. With `config.gate` "trained" the loss of each turn counts by the
-                probability of leaving there; else it is that of the state that the logits come
-                from.
+                is no target.
             logits_to_keep: logits of the last so many positions, or of positions [n]; 0 for all.
             num_items_in_batch: divides the summed loss; the number of targets by default.
             skip_logits: compute the loss alone, without a tensor of all logits; by default in
@@ -103,9 +101,6 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         packed = {name: kwargs.pop(name) for name in _PACKED & set(kwargs)}
         if cu_seqlens is None and packed.get("cu_seq_lens_q") is not None:
             cu_seqlens, position_ids = packed["cu_seq_lens_q"], None  # the positions follow from it
-        trains_gate = labels is not None and self.config.gate == "trained"
-        if trains_gate and (tol or self.config.convergence_tol):
-            raise ValueError("tol: expected None or 0 for the loss of a trained gate")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         outputs = self.model(
@@ -122,14 +117,13 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             tol_per=tol_per,
             cu_seqlens=cu_seqlens,
             cache=cache,
-            output_hidden_states=output_hidden_states or trains_gate,
-            output_gates=trains_gate,
+            output_hidden_states=output_hidden_states,
             **kwargs,
         )
         h = outputs.last_hidden_state
         loss = None
         if labels is not None:
-            loss = language_loss(self.config, self.lm_head, outputs, labels, num_items_in_batch)
+            loss = language_loss(self.lm_head, outputs, labels, num_items_in_batch)
         if skip_logits is None:
             skip_logits = labels is not None and self.training
         held: dict[str, Any] = {CACHE: outputs.get(CACHE)}

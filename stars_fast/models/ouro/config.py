@@ -35,10 +35,8 @@ class OuroConfig(PretrainedConfig):
             for the last turn always.
         convergence_tol: a sequence whose states change by at most this (relative, in the L2
             norm, every token) takes no further turn; None or 0 for no such stop.
-        gate: what becomes of the early-exit gate: "frozen" (kept as it is), "trained" (the loss is
-            weighted by the exit distribution, which trains it) or "ignored" (never evaluated, and
-            may be missing from a checkpoint).
-        exit_entropy: weight of the exit distribution's entropy in the loss of a trained gate.
+        gate: what becomes of the early-exit gate: "frozen" (kept as it is) or "ignored" (never
+            evaluated, and may be missing from a checkpoint).
 
     Raises:
         ValueError, TypeError: a value out of range, named.
@@ -82,7 +80,6 @@ class OuroConfig(PretrainedConfig):
         early_exit_threshold: float | None = 1.0,
         convergence_tol: float | None = None,
         gate: str = "frozen",
-        exit_entropy: float = 0.1,
         bos_token_id: int | None = 0,
         eos_token_id: int | list[int] | None = 0,
         pad_token_id: int | None = 0,
@@ -118,7 +115,6 @@ class OuroConfig(PretrainedConfig):
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))
         self.gate = gate
-        self.exit_entropy = exit_entropy
         self.rope_parameters = _rope(rope_parameters, rope_scaling, rope_theta)
         check_config(self)
         kwargs.pop("auto_map", None)  # code beside a checkpoint, which is never run
@@ -180,13 +176,13 @@ def _rope(
 
 
 def check_gate(gate: str) -> None:
-    """Raises ValueError for what is no treatment of the gate."""
-    if gate not in ("trained", "frozen", "ignored"):
-        raise ValueError(f"gate must be 'trained', 'frozen' or 'ignored', got {gate!r}")
+    """Raise ValueError for what is no treatment of the gate."""
+    if gate not in ("frozen", "ignored"):
+        raise ValueError(f"gate: expected 'frozen' or 'ignored', got {gate!r}")
 
 
 def check_config(config: OuroConfig) -> None:
-    """Raises ValueError or TypeError that names a setting out of range."""
+    """Raise ValueError or TypeError that names a setting out of range."""
     sizes = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
         "num_key_value_heads head_dim total_ut_steps"

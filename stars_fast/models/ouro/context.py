@@ -1,24 +1,17 @@
-"""What all layers of all turns of one call share: positions, masks, cache."""
+"""The context that all layers of all turns of one call share: positions, masks, cache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.models.ouro.cache import OuroCache
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.rotary import Rotary
-from stars_fast.models.ouro.visible import (
-    Documents,
-    Visible,
-    causal_visible,
-    packed_visible,
-    padded_visible,
-)
-from stars_fast.models.token_layout import check_tokens
+from stars_fast.models.ouro.visible import Visible, visible_keys
+from stars_fast.tokens import Tokens, describe_tokens
 
 
 @dataclass(frozen=True)
@@ -26,8 +19,7 @@ class Context:
     """Attributes:
     cos, sin: [B or 1, S, D], of the tokens' positions.
     visible: by layer type, which keys each query sees.
-    real: [B, S] boolean, True on real tokens; None where all are.
-    starts: [B or 1, S] int64, where the packed document of each token starts; None if not packed.
+    tokens: of the call.
     cache: keys and values of earlier tokens.
     rows: [n] int64, where a turn runs for some rows of the batch alone.
     """
@@ -35,11 +27,20 @@ class Context:
     cos: Tensor
     sin: Tensor
     visible: dict[str, Visible]
-    real: Tensor | None = None
-    starts: Tensor | None = None
+    tokens: Tokens
     cache: OuroCache | None = None
     rows: Tensor | None = None
     _elsewhere: dict[torch.device, Context] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def real(self) -> Tensor | None:
+        """[B, S] boolean, True on real tokens; None where all are."""
+        return self.tokens.new_real
+
+    @property
+    def starts(self) -> Tensor | None:
+        """[B or 1, S] int64, where each token's packed document starts; None if not packed."""
+        return self.tokens.starts
 
     def on(self, device: torch.device) -> Context:
         """The same on another device, for layers that a device map has put there; copied once."""
@@ -51,18 +52,19 @@ class Context:
                 cos=self.cos.to(device),
                 sin=self.sin.to(device),
                 visible={kind: visible.on(device) for kind, visible in self.visible.items()},
+                tokens=self.tokens.to(device),
                 rows=None if self.rows is None else self.rows.to(device),
             )
         return self._elsewhere[device]
 
-    def take(self, rows: Tensor) -> Context:
+    def take_rows(self, rows: Tensor) -> Context:
         """For some rows of the batch alone (indices into the whole batch)."""
         return replace(
             self,
             cos=self.cos if len(self.cos) == 1 else self.cos[rows],
             sin=self.sin if len(self.sin) == 1 else self.sin[rows],
-            visible={kind: visible.take(rows) for kind, visible in self.visible.items()},
-            real=None if self.real is None else self.real[rows],
+            visible={kind: visible.take_rows(rows) for kind, visible in self.visible.items()},
+            tokens=self.tokens.take_rows(rows),
             rows=rows,
         )
 
@@ -90,72 +92,19 @@ def make_context(
     Raises:
         TypeError, ValueError: an argument of the wrong type or shape, named.
     """
-    length = h.shape[1]
     past = 0 if cache is None else cache.get_seq_length()
-    check_tokens(h, attention_mask, position_ids, cu_seqlens, past)
-    if cu_seqlens is not None:
-        if past:
-            raise ValueError("cu_seqlens: expected None with a cache that holds tokens")
-        documents, starts = _documents(cu_seqlens, h)
-        positions = torch.arange(length, device=h.device) - starts
-        visible = {
-            kind: packed_visible(starts, window, documents) for kind, window in _windows(config)
-        }
-        return Context(*rotary(positions, h.dtype), visible, starts=starts, cache=cache)
-    padding, holes = _padding(attention_mask, h.device)
-    if position_ids is not None:
-        positions = position_ids.view(-1, length).to(h.device)
-        begins = _restarts(positions) if attention_mask is None else None
-        if begins is not None:
-            if past:
-                raise ValueError(
-                    "position_ids: expected positions that rise along a row with a cache, "
-                    "got packed documents"
-                )
-            packed = {k: packed_visible(begins, window) for k, window in _windows(config)}
-            return Context(*rotary(positions, h.dtype), packed, starts=begins, cache=cache)
-    elif padding is None:
-        positions = torch.arange(past, past + length, device=h.device).unsqueeze(0)
-    else:
-        positions = (padding.cumsum(1) - 1).clamp_min(0)[:, past:]
-    if padding is None:
-        visible = {k: causal_visible(length, past, w, h.device) for k, w in _windows(config)}
-    else:
-        visible = {k: padded_visible(padding, holes, past, w) for k, w in _windows(config)}
-    real = None if padding is None else padding[:, past:]
-    return Context(*rotary(positions, h.dtype), visible, real, cache=cache)
+    tokens = describe_tokens(h, attention_mask, position_ids, cu_seqlens, past, look=True)
+    if past and tokens.packed:
+        raise ValueError("cu_seqlens: expected None with a cache that holds tokens, got a tensor")
+    if past and tokens.restarts is not None:
+        raise ValueError(
+            "position_ids: expected positions that rise along a row with a cache, "
+            "got packed documents"
+        )
+    visible = {kind: visible_keys(tokens, window) for kind, window in _windows(config)}
+    return Context(*rotary(tokens.positions, h.dtype), visible, tokens, cache=cache)
 
 
 def _windows(config: OuroConfig) -> list[tuple[str, int | None]]:
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
     return [(kind, windows[kind]) for kind in sorted(set(config.layer_types))]
-
-
-def _documents(cu_seqlens: Tensor, h: Tensor) -> tuple[Documents, Tensor]:
-    """Bounds, and [1, S]: where the document of each token starts. The host looks at the bounds:
-    on the CPU, in pinned memory, they keep a GPU from waiting."""
-    bounds = cu_seqlens.tolist()
-    cu = cu_seqlens.to(h.device, torch.int32, non_blocking=True)
-    starts = torch.repeat_interleave(cu[:-1].long(), cu.diff(), output_size=h.shape[1])
-    return Documents(cu, bounds), starts.unsqueeze(0)
-
-
-def _padding(mask: Tensor | None, device: torch.device) -> tuple[Tensor | None, bool]:
-    """The mask as booleans, None where all tokens are real, and whether it has holes. The host
-    looks at it: a mask on the CPU keeps a GPU from waiting."""
-    if mask is None:
-        return None, False
-    real = mask != 0
-    changes = (real[:, 1:] != real[:, :-1]).sum(1) + real[:, 0].long() + real[:, -1].long()
-    whole, holes = torch.stack((real.all(), (changes > 2).any())).tolist()
-    return (None, False) if whole else (real.to(device), holes)
-
-
-def _restarts(positions: Tensor) -> Tensor | None:
-    """[B or 1, S]: where the document of each token starts; None where no row holds several."""
-    new = positions[:, 1:] <= positions[:, :-1]
-    if not new.any():
-        return None
-    place = torch.arange(positions.shape[1], device=positions.device)
-    first = F.pad(new, (1, 0), value=True)
-    return torch.where(first, place, 0).cummax(1).values

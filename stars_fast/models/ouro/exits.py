@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer, check_number
 from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.layers import is_plain_linear
+from stars_fast.models.plain_linear import is_plain_linear
 
 
 def gate_logits(gate: nn.Linear, h: Tensor) -> Tensor:

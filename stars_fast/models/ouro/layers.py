@@ -1,10 +1,9 @@
-"""The layers of Ouro, written once for tensors and for stacked pairs of primal and tangent.
+"""The layers of Ouro, written once for tensors and for pairs of primal and tangent.
 
     h = h + N2(attention(N1(h)))        h = h + N4(mlp(N3(h)))
 
-`dual=True` says that the tensors are stacks [2, ...] of a `stars_fast.Dual`; every op is one of
-`stars_fast.ops`, or a linear map. A layer needs no weights but its own, so that it can be sharded,
-checkpointed and moved by itself.
+Every op is one of `stars_fast.functional`, or a linear map. A layer needs no weights but its own,
+so that it can be sharded, checkpointed and moved by itself.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from stars_fast import ops
-from stars_fast.dual.registry import report
-from stars_fast.dual.tensor import Dual
+from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
 from stars_fast.models.ouro.config import ACTIVATIONS, OuroConfig
+from stars_fast.models.plain_linear import project
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -32,42 +30,12 @@ class OuroRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
-    def forward(self, x: Tensor, dual: bool = False) -> Tensor:
-        if dual:
-            report("rms_norm", "fused")
-        return ops.rms_norm(x, self.weight, self.eps, dual=dual)
+    def forward(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x / rms(x) * weight, [..., D], in `dtype`, by default x's."""
+        return functional.rms_norm(x, self.weight, self.eps, dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Whether a module is its weight and bias and nothing else: no adapter, no hook, not
-    quantised or sharded by itself."""
-    return type(module) is nn.Linear and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    )
-
-
-def project(module: nn.Module, x: Tensor, dual: bool) -> Tensor:
-    """A linear map. Whatever stands in for a plain one (quantised, adapted, biased, hooked) meets a
-    Dual and is answered op by op."""
-    if not dual:
-        return module(x)
-    if is_plain_linear(module) and module.bias is None:
-        report("linear", "stacked")
-        return module(x)
-    return module(Dual(x)).stack
-
-
-def add_norm(
-    branch: Tensor, residual: Tensor, out: OuroRMSNorm, into: OuroRMSNorm, dual: bool
-) -> tuple[Tensor, Tensor]:
-    """h = residual + N_out(branch) and N_in(h), in one pass over memory."""
-    if dual:
-        report("sandwich", "fused")
-    branch = branch.to(residual.dtype)
-    return ops.sandwich(branch, residual, out.weight, into.weight, out.eps, into.eps, dual=dual)
 
 
 class OuroAttention(nn.Module):
@@ -91,20 +59,15 @@ class OuroAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv, bias=False)
         self.o_proj = nn.Linear(width, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, context: Context, turn: int, dual: bool = False) -> Tensor:
+    def forward(self, x: Tensor, context: Context, turn: int) -> Tensor:
         context = context.on(x.device)
-        q, k, v = (
-            project(p, x, dual).unflatten(-1, (-1, self.head_dim)).transpose(-3, -2)
-            for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if dual:
-            report("rotary", "fused")
-            report("attention", "fused")
-        q, k = (ops.rotary(each, context.cos, context.sin) for each in (q, k))
+        maps = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = (functional.split_heads(project(each, x), self.head_dim) for each in maps)
+        q, k = (functional.rotary(each, context.cos, context.sin) for each in (q, k))
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, context.rows)
-        out = attend(self, q, k, v, context.visible[self.kind], dual)
-        return project(self.o_proj, out.transpose(-3, -2).flatten(-2), dual)
+        out = attend(self, q, k, v, context.visible[self.kind])
+        return project(self.o_proj, functional.merge_heads(out))
 
 
 class OuroMLP(nn.Module):
@@ -117,11 +80,9 @@ class OuroMLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, dual: bool = False) -> Tensor:
-        g, u = project(self.gate_proj, x, dual), project(self.up_proj, x, dual)
-        if dual:
-            report(f"gated {self.activation}", "fused")
-        return project(self.down_proj, ops.gated(g, u, self.activation, dual=dual), dual)
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = project(self.gate_proj, x), project(self.up_proj, x)
+        return project(self.down_proj, functional.gated(gate, up, self.activation))
 
 
 class OuroDecoderLayer(nn.Module):
@@ -137,9 +98,9 @@ class OuroDecoderLayer(nn.Module):
         self.post_attention_layernorm = OuroRMSNorm(*size)
         self.post_attention_layernorm_2 = OuroRMSNorm(*size)
 
-    def forward(self, h: Tensor, context: Context, turn: int = 0, dual: bool = False) -> Tensor:
-        branch = self.self_attn(self.input_layernorm(h, dual), context, turn, dual)
-        h, x = add_norm(branch, h, self.input_layernorm_2, self.post_attention_layernorm, dual)
-        if dual:
-            report("add", "stacked")
-        return h + self.post_attention_layernorm_2(self.mlp(x, dual).to(h.dtype), dual)
+    def forward(self, h: Tensor, context: Context, turn: int = 0) -> Tensor:
+        branch = self.self_attn(self.input_layernorm(h), context, turn)
+        # h + N2(branch) and N3 of it in one.
+        out, into = self.input_layernorm_2, self.post_attention_layernorm
+        h, x = functional.sandwich(branch, h, out.weight, into.weight, out.eps, into.eps)
+        return functional.add(h, self.post_attention_layernorm_2(self.mlp(x), h.dtype))

@@ -8,21 +8,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stars_fast.models.ouro.config import OuroConfig
-from stars_fast.models.ouro.exit_loss import exit_weighted_loss
-from stars_fast.models.ouro.layers import is_plain_linear
+from stars_fast.models.plain_linear import is_plain_linear
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100
 
 
 def language_loss(
-    config: OuroConfig, head: nn.Linear, outputs: Any, labels: Tensor, count: Tensor | int | None
+    head: nn.Linear, outputs: Any, labels: Tensor, count: Tensor | int | None
 ) -> Tensor:
-    """Cross-entropy of the next token, from the last turn or weighted by the exit distribution.
+    """Cross-entropy of the next token, from the state that the logits come from.
 
     Args:
-        outputs: an `OuroModelOutput`; with a trained gate with states and gates.
+        outputs: an `OuroModelOutput`.
         labels: [B, S], not shifted.
         count: divides the sum; the number of targets by default.
     """
@@ -32,23 +30,10 @@ def language_loss(
             f"got {list(labels.shape)}"
         )
     targets = next_tokens(labels, outputs.real, outputs.starts)
-    plain = is_plain_linear(head) and head.bias is None
-    if config.gate != "trained":
-        h = outputs.last_hidden_state
-        if not plain:
-            return _by_calling(head, h, targets, count)
-        return linear_cross_entropy(h, head.weight, targets, count=count).loss
-    if not plain:
-        raise ValueError(
-            "gate: 'trained' needs a plain lm_head, without adapter, bias or hook, "
-            f"got {type(head).__name__}"
-        )
-    weighted = exit_weighted_loss(
-        outputs.hidden_states[1:], outputs.gates, head.weight, targets,
-        beta=config.exit_entropy, count=count,
-    )  # fmt: skip
-    # After one turn the exit is certain and the gate without effect: it still takes part.
-    return weighted.loss + 0.0 * outputs.gates.sum()
+    h = outputs.last_hidden_state
+    if not is_plain_linear(head) or head.bias is not None:
+        return _by_calling(head, h, targets, count)
+    return linear_cross_entropy(h, head.weight, targets, count=count).loss
 
 
 def _by_calling(head: nn.Module, h: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:

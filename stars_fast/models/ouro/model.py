@@ -48,7 +48,7 @@ class OuroModelOutput(BaseModelOutputWithPast):
 
 
 class OuroPreTrainedModel(PreTrainedModel):
-    """What the classes share with transformers: initial weights, loading, sharding."""
+    """The base of Ouro's classes in transformers: initial weights, loading, sharding."""
 
     config_class = OuroConfig
     config: OuroConfig
@@ -116,14 +116,13 @@ class OuroModel(OuroPreTrainedModel):
         self.post_init()
 
     def set_gate(self, gate: str) -> None:
-        """What becomes of the exit gate: "trained", "frozen" or "ignored" (`OuroConfig.gate`).
+        """Say what becomes of the exit gate: "frozen" or "ignored" (`OuroConfig.gate`).
 
-        Only a trained gate has parameters that want gradients, and the loss then reaches them, so
-        that DistributedDataParallel needs no `find_unused_parameters`.
+        Its parameters want no gradient: DistributedDataParallel needs no `find_unused_parameters`.
         """
         check_gate(gate)
         self.config.gate = gate
-        self.early_exit_gate.requires_grad_(gate == "trained")
+        self.early_exit_gate.requires_grad_(False)
 
     def prepare(
         self,
@@ -133,7 +132,7 @@ class OuroModel(OuroPreTrainedModel):
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
     ) -> Context:
-        """What the turns of one call share; arguments and errors as `context.make_context`."""
+        """The context of one call's turns; arguments and errors as `context.make_context`."""
         return make_context(
             self.config,
             self.rotary,
@@ -151,20 +150,19 @@ class OuroModel(OuroPreTrainedModel):
             context: from `prepare`.
             index: of the turn; it matters for the cache alone.
         """
-        if isinstance(h, Dual):
-            with on_stacks():
-                x = self._layers(h.stack, context, index, True)
-            return Dual(x)
-        return self._layers(h, context, index, False)
+        if not isinstance(h, Dual):
+            return self._layers(h, context, index)
+        with on_stacks():
+            return self._layers(h, context, index)
 
-    def _layers(self, x: Tensor, context: Context, index: int, dual: bool) -> Tensor:
+    def _layers(self, h: Tensor, context: Context, index: int) -> Tensor:
         recompute = self._recomputes()
         for layer in self.layers:
             if recompute:
-                x = self._gradient_checkpointing_func(layer, x, context, index, dual)
+                h = self._gradient_checkpointing_func(layer, h, context, index)
             else:
-                x = layer(x, context, index, dual)
-        return self.norm(x, dual)
+                h = layer(h, context, index)
+        return self.norm(h)
 
     def forward(
         self,
@@ -241,7 +239,7 @@ class OuroModel(OuroPreTrainedModel):
                 gates.append(gate_logits(self.early_exit_gate, h))
             if depth.rows is not None and depth.rows is not rows:
                 rows = depth.rows
-                part = context.take(rows)
+                part = context.take_rows(rows)
         if cache is not None and depth.taken < limit:
             cache.repeat_from(depth.taken, h.shape[1])
         out = h
@@ -302,7 +300,7 @@ class OuroModel(OuroPreTrainedModel):
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Raises TypeError, ValueError for arguments of a call that have no meaning here."""
+    """Raise TypeError, ValueError for arguments of a call that have no meaning here."""
     if unknown := sorted(set(kwargs) - _PASSED_ALONG):
         raise TypeError(f"Ouro: unknown arguments {unknown}")
     if kwargs.get("output_attentions"):

@@ -15,7 +15,8 @@ from stars_fast.models.ouro.config import OuroConfig
 class Rotary:
     """theta_j = rope_theta^(-2j / D), and positions to angles.
 
-    Raises ValueError for a rotary type whose frequencies change with the length.
+    Raises:
+        ValueError: a rotary type whose frequencies change with the length.
     """
 
     def __init__(self, config: OuroConfig) -> None:

@@ -49,7 +49,7 @@ SETTINGS: dict[str, Any] = {
 }
 """Settings of the published models."""
 
-EXTENSIONS = ("gate", "exit_entropy", "early_exit_step", "convergence_tol", "pad_token_id")
+EXTENSIONS = ("gate", "early_exit_step", "convergence_tol", "pad_token_id")
 """Fields that published configurations lack; written only where given."""
 
 _CODE = ("configuration_ouro", "modeling_ouro")

@@ -1,4 +1,4 @@
-"""What the attention kernels and their launchers share."""
+"""Parts of the attention kernels and of their launchers."""
 
 from __future__ import annotations
 

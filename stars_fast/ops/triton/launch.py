@@ -1,4 +1,4 @@
-"""What the launchers of row and elementwise kernels share: rows of a tensor, tiles, programs.
+"""Launching of row and elementwise kernels: rows of a tensor, tiles, programs.
 
 A row kernel goes through the columns of its rows in turns of BLOCK columns, once for each statistic
 and once to write. Up to a limit a row is one turn, WHOLE, for which the compiler merges the loops

@@ -73,7 +73,7 @@ def load_parameter(parameter, at, exists):
 
 @triton.jit
 def weight_cotangent(a, b, n, nd, DUAL: tl.constexpr):
-    """What each element adds to the gradient of the weight, from the cotangents of y and yd."""
+    """Each element's share of the gradient of the weight, from the cotangents of y and yd."""
     return a * n + b * nd if DUAL else b * n
 
 

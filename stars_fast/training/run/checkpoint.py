@@ -186,7 +186,7 @@ class Checkpoints:
             shutil.rmtree(removing)
 
     def _first(self, work: Callable[[], bool | None]) -> bool | None:
-        """What `work` gives on the first process, on all of them, and so the error it raises."""
+        """Give all processes the result of `work` on the first, or the error it raises."""
         outcome: list[Any] = [None, None]
         if self._world.first:
             try:
@@ -201,7 +201,7 @@ class Checkpoints:
 
 
 def _slots(name: str, state: dict[str, Any]) -> dict[str, Tensor]:
-    """What a checkpoint holds of the optimiser's `state` of one parameter: references."""
+    """The optimiser's `state` of one parameter as a checkpoint holds it: references."""
     return named_tensors(f"{_OPTIMIZER}{name}.", state)
 
 

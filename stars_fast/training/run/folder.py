@@ -13,6 +13,7 @@ import torch
 import stars_fast
 from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest
+from stars_fast.base.choices import CHOICES
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.run_folder import RunFolder
@@ -86,13 +87,12 @@ def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | N
             f"{run.path} went past its first checkpoint and holds none, so its run can't "
             f"continue; start anew in another folder with --out"
         )
-    if (task := load_config(str(run.config)).task) != config.task:
-        return f"cannot resume {run.path} as another run: task was {task} and is {config.task}"
     before = tree.flatten(tree.to_dict(load_config(str(run.config))))
     now = tree.flatten(tree.to_dict(config))
+    chosen = [name for name in CHOICES if before[name] != now[name]]
     changed = [
         f"{name} was {before[name]} and is {now[name]}"
-        for name in now
+        for name in chosen or now  # fields of another family or kind can't be compared
         if before[name] != now[name] and name not in MAY_CHANGE and not name.startswith("eval.")
     ]
     if changed:

@@ -50,7 +50,8 @@ def run_tasks(
         limit: samples of each task; none for all.
         batch_size: sequences in a forward pass.
 
-    Raises ConfigError as `benchmarks.open_tasks`.
+    Raises:
+        ConfigError: as `benchmarks.open_tasks`.
     """
     cap = min(CAP, model.config.max_position_embeddings // 2)
     opened = open_tasks(tasks, None, cap, None, "eval.tasks")

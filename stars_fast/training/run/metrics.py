@@ -13,7 +13,7 @@ import torch
 
 from stars_fast.base.files import write_text
 from stars_fast.training.run.trackers import Tracker
-from stars_fast.training.step.step import Plan, StepStats
+from stars_fast.training.step.train_step import StepPlan, StepStats
 
 
 class Meter:
@@ -38,7 +38,7 @@ class Meter:
         self.flops = 0.0
         self.since = time.perf_counter()
 
-    def add(self, stats: StepStats, plan: Plan, flops: float = 0.0) -> None:
+    def add(self, stats: StepStats, plan: StepPlan, flops: float = 0.0) -> None:
         """Add one step, which took so many floating-point operations here; nothing waits for the
         device."""
         one = stats.finite.double()
@@ -53,7 +53,7 @@ class Meter:
         self.flops += flops
         self.turns += plan.turns
 
-    def line(self, plan: Plan) -> tuple[dict[str, Any], int]:
+    def line(self, plan: StepPlan) -> tuple[dict[str, Any], int]:
         """The metrics since the last line, up to the step of `plan`, and non-finite steps in a row.
 
         Means over the finite steps; None where there is none. Waits for the device.
@@ -166,7 +166,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """What `device` can do in bf16, operations a second; None if not known or not computing so."""
+    """Peak operations a second of `device` in bf16; None if not known or not computing so."""
     if device.type != "cuda" or precision == "float32":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,4 +1,4 @@
-"""What a run says: one line at the start, a progress bar or plain lines, and its messages."""
+"""Messages of a run: one line at the start, a progress bar or plain lines, and warnings."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ from stars_fast.training.step.cost import RemainingTime, relative_cost
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-def banner(config: RunConfig, title: str, model: nn.Module, batch: str, rest: float) -> str:
+def banner(config: RunConfig, title: str, model: nn.Module, batch: str, outside: float) -> str:
     """The run in one line: method, size, tokens a step, depth law, expected cost over SFT.
 
     `title` names the model, `batch` says what a step is made of.
@@ -32,7 +32,7 @@ def banner(config: RunConfig, title: str, model: nn.Module, batch: str, rest: fl
     return (
         f"{config.name}: {config.method}, {title} with {shown} parameters, {batch} "
         f"a step, {config.train.total_steps:,} steps, {law}{penalty}, {config.precision}, expected "
-        f"cost {relative_cost(config, rest):.2f} x SFT at {config.train.reference_turns} turns"
+        f"cost {relative_cost(config, outside):.2f} x SFT at {config.train.reference_turns} turns"
     )
 
 
@@ -42,10 +42,10 @@ class Progress:
     The remaining time follows the depth of each step: see `RemainingTime`.
     """
 
-    def __init__(self, config: RunConfig, step: int, rest: float, speaks: bool) -> None:
+    def __init__(self, config: RunConfig, step: int, outside: float, speaks: bool) -> None:
         self.speaks = speaks
         self.steps = config.train.total_steps
-        self.remaining = RemainingTime(config, rest)
+        self.remaining = RemainingTime(config, outside)
         self.clock = time.perf_counter()
         self.last_line = self.clock
         self.bar: Any = None

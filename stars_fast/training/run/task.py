@@ -1,56 +1,194 @@
-"""What a run trains, on what, and how it is judged: what tasks of the trainer differ in."""
+"""Task of a run: a model of some family, data of some kind, and how the answers are judged."""
 
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.data.batches import Source
-from stars_fast.models.loop import Loop
+from stars_fast.data.kinds import OpenData, kind_named
+from stars_fast.evaluation.addition import evaluate
+from stars_fast.models.families import family_named
+from stars_fast.training.run.eval_config import SumsEvalConfig, TextEvalConfig
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.precision import autocast, parameter_dtype
+from stars_fast.training.step.train_step import root_of
+
+if TYPE_CHECKING:
+    from stars_fast.training.config import RunConfig
 
 Results = dict[str, dict[int, float]]
 """Figures by number of turns, by name: {"accuracy": {4: 0.98, 8: 0.97}}."""
 
 
-class Task(Protocol):
-    """Attributes:
-    loop: the model.
-    source: the training data.
-    guessing: the token loss of a uniform guess, in nats.
+class Task:
+    """A model and the data it is trained on.
+
+    Attributes:
+        family: of the model.
+        loop: the model.
+        tokenizer: of transformers; None for a model without one.
+        data: opened; `data.source` is the training data.
+        judge: of its answers.
+        guessing: the token loss of a uniform guess, in nats.
     """
 
-    loop: Loop
-    source: Source
-    guessing: float
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+        self.judge = judge_of(config, world)
+        self.family = family_named(config.model.family)
+        dtype = parameter_dtype(config.precision)
+        model, self.tokenizer = world.together(
+            lambda: self.family.start(config.model, dtype, config.seed)
+        )
+        # What is kept on disk is made by the first process of each machine
+        made = world.together(lambda: self._open() if world.local_first else None)
+        self.data: OpenData = world.together(lambda: made or self._open())
+        self.loop = self.family.loop(model.to(world.device).train())
+        self.guessing = math.log(self.loop.vocabulary)
+
+    def _open(self) -> OpenData:
+        kind, data = kind_named(self.config.data.kind), self.config.data
+        try:
+            return kind.open(data, self.tokenizer, self.config.seed, not self.world.first)
+        except (ValueError, OSError) as error:
+            raise ConfigError(str(error)) from error
 
     @property
     def title(self) -> str:
         """The model, for the banner."""
-        ...
+        return self.family.describe(self.config.model)
 
     def describe(self, samples: int, tokens: int) -> str:
-        """What a step's batch is made of, for the banner."""
-        ...
-
-    def notes(self) -> list[str]:
-        """More to say of the data and the model at the start."""
-        ...
+        """A step's batch, for the banner."""
+        rows = self.config.train.batch_size
+        packed = (
+            f" in {rows} rows" if kind_named(self.config.data.kind).packs(self.config.data) else ""
+        )
+        return f"{samples} {self.data.unit}{packed} = {tokens:,} tokens"
 
     def write(self, folder: RunFolder) -> None:
         """Write to the run folder what is needed beside weights; the first process calls it."""
-        ...
+        self.family.keep(self.loop.model, self.tokenizer, folder.model)
 
     def evaluate(self, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         """Judge the model; every process calls it, and the first gets the results. `step_loss` is
         the `StepLoss` of the loop, perhaps made parallel; `say` tells people what went wrong."""
-        ...
+        if not self.config.eval.turns:
+            return {}
+        return self.judge.results(self, step_loss, say)
 
+
+class Judge(ABC):
+    """How answers on a kind of data are judged."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        self.config = config
+        self.world = world
+
+    @abstractmethod
+    def results(self, task: Task, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
+        """As `Task.evaluate`."""
+
+    @abstractmethod
     def tell(self, results: Results) -> list[str]:
         """The results at the end of the run, for people."""
-        ...
 
+    @abstractmethod
     def draw(self, results: Results, folder: Path) -> None:
         """Figures of the results."""
-        ...
+
+
+class SumsJudge(Judge):
+    """Accuracy on unseen sums, evaluated on the first process."""
+
+    def results(self, task: Task, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
+        asked = self.config.eval
+        assert isinstance(asked, SumsEvalConfig)
+        assert task.data.held_out is not None
+        if not self.world.first:
+            return {}
+        turns = list(asked.turns)
+        return {"accuracy": evaluate(task.loop, task.data.held_out, turns, asked.limit)}
+
+    def tell(self, results: Results) -> list[str]:
+        shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in results["accuracy"].items())
+        return [f"exact match by turns  {shown}"]
+
+    def draw(self, results: Results, folder: Path) -> None:
+        from stars_fast.base.plots import accuracy_against_turns
+
+        accuracy_against_turns(
+            {self.config.name: results["accuracy"]},
+            folder / "accuracy.png",
+            title=f"{self.config.name}: exact match on unseen sums",
+            trained_depth=self.config.trained_turns,
+        )
+
+
+class TextJudge(Judge):
+    """The loss on what is held out, and lm-eval's metrics."""
+
+    def __init__(self, config: RunConfig, world: World) -> None:
+        super().__init__(config, world)
+        assert isinstance(config.eval, TextEvalConfig)
+        self.asked = config.eval
+        if self.asked.tasks:  # looked for by the first process, which runs them
+            from stars_fast.evaluation.benchmarks import check_tasks
+
+            tasks = self.asked.tasks
+            world.together(lambda: check_tasks(tasks, "eval.tasks") if world.first else None)
+
+    def results(self, task: Task, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
+        from stars_fast.training.run.in_training import run_tasks
+        from stars_fast.training.run.validation import validation_losses
+
+        config, world, asked = self.config, self.world, self.asked
+        results: Results = {}
+        computing = autocast(config.precision, world.device, config.parallel.sharded)
+        if task.data.held_out is not None:
+            results["validation_loss"] = validation_losses(
+                root_of(step_loss), task.data.held_out, asked.turns, world, asked.rows, computing
+            )
+        if asked.tasks and world.first:
+            try:
+                with computing:
+                    results |= run_tasks(
+                        task.loop.model,
+                        task.tokenizer,
+                        asked.tasks,
+                        asked.turns,
+                        asked.tasks_limit,
+                    )
+            except Exception as error:  # what a task downloads or computes must not end the run
+                say(f"warning: lm-eval failed, the run goes on: {type(error).__name__}: {error}")
+        return results
+
+    def tell(self, results: Results) -> list[str]:
+        return [
+            f"{name.replace('_', ' ')} by turns  "
+            + "  ".join(f"{turns}: {value:.4g}" for turns, value in values.items())
+            for name, values in results.items()
+        ]
+
+    def draw(self, results: Results, folder: Path) -> None:
+        from stars_fast.base.plots import loss_against_turns
+
+        if "validation_loss" in results:
+            loss_against_turns(
+                {self.config.name: results["validation_loss"]},
+                folder / "validation.png",
+                trained_depth=self.config.trained_turns,
+            )
+
+
+def judge_of(config: RunConfig, world: World) -> Judge:
+    """The judge of a run, by its section `eval`."""
+    return (SumsJudge if isinstance(config.eval, SumsEvalConfig) else TextJudge)(config, world)

@@ -70,7 +70,7 @@ def open_trackers(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError if W&B or trackio is asked for and not installed."""
+    """Raise ConfigError if W&B or trackio is asked for and not installed."""
     for name in names:
         if name != "tensorboard":
             need(name, "metrics")

@@ -13,8 +13,7 @@ from stars_fast.base.checkpoints import latest
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
-from stars_fast.data.samples import drawn_part
-from stars_fast.training.config import RunConfig, task_of
+from stars_fast.training.config import RunConfig
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
 from stars_fast.training.run.folder import open_run, reason_to_refuse, write_results
@@ -30,7 +29,7 @@ from stars_fast.training.step.cost import step_cost
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.precision import rounding_warning
 from stars_fast.training.step.schedule import beyond_the_end
-from stars_fast.training.step.step import Plan, StepLoss, plan_step, train_step
+from stars_fast.training.step.train_step import StepLoss, StepPlan, plan_step, train_step
 
 
 class TrainingFailure(RuntimeError):
@@ -48,31 +47,55 @@ class Outcome(NamedTuple):
 def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
-    With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a
-    folder that is not there yet begins. Raises ConfigError for a configuration or folder that
-    cannot be used, TrainingFailure for a run that cannot recover.
+    With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a folder
+    that is not there yet begins.
+
+    Raises:
+        ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
+            cannot recover.
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
     with processes(config.train.device) as world:
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
-        task: Task = task_of({"task": config.task}).Task(config, world)
-        trainer = Trainer(config, task, folder, world)
-        trainer.begins_again = resume and folder.config.exists() and not trainer.step
-        if world.first:
-            open_run(folder, config, world.size)
-            task.write(folder)
+        task = Task(config, world)
         try:
-            return trainer.run()
+            return Trainer(config, task, folder, world, resume).run()
         except SaveError as error:
             raise TrainingFailure(str(error)) from error
 
 
-def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> None:
-    """What can be told to be wrong before data and model are loaded, which takes time.
+class _StepSize(NamedTuple):
+    """The size of the first step, over all processes.
 
-    Raises ConfigError.
+    samples, tokens: of the step, without pads. micro_samples: of a micro-batch on average.
+    supervised: the share of the places, with pads, that have a target.
+    """
+
+    samples: int
+    tokens: int
+    micro_samples: float
+    supervised: float
+
+
+def _step_size(window: list[MicroBatch], world: World) -> _StepSize:
+    supervised, places, tokens = world.total(
+        [
+            sum(len(batch.labels) for batch in window),
+            sum(batch.tokens.numel() for batch in window),
+            sum(batch.real_tokens for batch in window),
+        ]
+    )
+    samples = window[0].step_samples
+    return _StepSize(samples, tokens, samples / window[0].step_micro_batches, supervised / places)
+
+
+def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> None:
+    """Refuse all that can be told to be wrong before data and model are loaded, which takes time.
+
+    Raises:
+        ConfigError: the settings can't be used.
     """
     refusal = reason_to_refuse(folder, config, resume) if world.first else None
     if refusal:
@@ -91,16 +114,28 @@ def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> N
 
 
 class Trainer:
-    """One run: everything it holds, and the loop."""
+    """One run: everything it holds, and the loop.
 
-    def __init__(self, config: RunConfig, task: Task, folder: RunFolder, world: World) -> None:
-        train = config.train.on(world.size).over(len(task.source))
-        self.config = config = replace(config, train=train)
+    Raises:
+        ConfigError: what can't be trained together, or not on from the checkpoint there is.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        task: Task,
+        folder: RunFolder,
+        world: World,
+        resume: bool = False,
+    ) -> None:
+        train = config.train.on(world.size).over(len(task.data.source))
+        given, config = config, replace(config, train=train)
+        self.config = config
         self.task = task
         self.folder = folder
         self.world = world
         self.batches = Batches(
-            task.source,
+            task.data.source,
             config.seed,
             train.batch_size,
             train.accumulation,
@@ -110,6 +145,7 @@ class Trainer:
         )
         self.model = task.loop.model
         loss = StepLoss(task.loop, config)
+        self.penalty = loss.penalty
         self.step_loss = parallelise(
             loss, task.loop.layers, config.parallel, config.precision, world
         )
@@ -122,24 +158,33 @@ class Trainer:
         self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
         self.processes = world.size
-        self.fingerprint = task.source.fingerprint()
+        self.fingerprint = task.data.source.fingerprint()
         if world.largest(self.fingerprint) != -world.largest(-self.fingerprint):
             raise ConfigError(
                 "the training data differ between processes: their machines have other files or "
                 "another version of data.source"
             )
         self._load()
-        self.begins_again = False
+        self.begins_again = resume and folder.config.exists() and not self.step
         self.notes: list[str] = []
         if config.memory.recompute != "none":
             self.notes += fit_memory(
                 self.step_loss, loss, self.optimizer, self.batches, config, world
             )
+        self.size = _step_size(self.batches.host_window(0), world)
+        self.outside = task.loop.outside_block(self.size.supervised)
+        self.costs = replace(config, penalty=self.penalty.as_drawn(self.size.micro_samples))
+        self.progress = Progress(self.costs, self.step, self.outside, world.first)
+        if world.first:
+            open_run(folder, given, world.size)
+            task.write(folder)
+        self.log = self._open_log() if world.first else None
+        self.windows = Prefetch(self.batches, self.step, train.total_steps)
 
     def run(self) -> Outcome:
         """All remaining steps, then the evaluation and the figures."""
-        self._greet()
         try:
+            self._greet()
             with Interrupts() as interrupts:
                 stopped = self._loop(interrupts)
             if not stopped:
@@ -189,23 +234,23 @@ class Trainer:
         every = self.config.eval.every
         return every > 0 and self.step % every == 0 and self.step < self.config.train.total_steps
 
-    def _flops(self, plan: Plan, window: list[MicroBatch]) -> float:
+    def _flops(self, plan: StepPlan, window: list[MicroBatch]) -> float:
         """Operations that the step needs here, forward and backward; what is recomputed is not
         needed."""
         if self.meter.peak is None:
             return 0.0
         turns = [
-            self.task.loop.turn_flops(batch.samples.lengths(batch.tokens.shape[1]))
-            * step_cost(self.costs, turns, plan.step, self.rest)
+            self.task.loop.turn_flops(batch.samples.lengths)
+            * step_cost(self.costs, turns, plan.step, self.outside)
             for turns, batch in zip(plan.turns, window, strict=True)
         ]
         return 3 * sum(turns)
 
-    def _record(self, plan: Plan) -> None:
+    def _record(self, plan: StepPlan) -> None:
         """Write and show a line of metrics; stop a run that cannot recover."""
         row, streak = self.meter.line(plan)
         warning = None
-        if self.config.penalised == "jacobian":
+        if self.penalty.can_collapse:
             warning = self.collapse.check(row["loss"], row["penalty"])
         if warning:
             row["warning"] = warning
@@ -265,34 +310,16 @@ class Trainer:
         self.processes = state["processes"]
 
     def _greet(self) -> None:
-        """Open the metrics, the data and the progress bar, and say what runs."""
-        first, config, train = self.world.first, self.config, self.config.train
-        window = self.batches.host_window(0)
-        supervised, places, tokens = self.world.total(
-            [
-                sum(len(batch.labels) for batch in window),
-                sum(batch.tokens.numel() for batch in window),
-                sum(batch.real_tokens for batch in window),
-            ]
-        )
-        self.rest = self.task.loop.outside_block(supervised / places)
-        samples = window[0].step_samples / window[0].pieces
-        part = config.penalty.fraction
-        if config.penalty.draw == "samples":
-            part = drawn_part(part, samples)
-        self.costs = replace(config, penalty=replace(config.penalty, fraction=part))
-        self.progress = Progress(self.costs, self.step, self.rest, first)
-        batch = self.task.describe(window[0].step_samples, tokens)
-        self.progress.say(banner(self.costs, self.task.title, self.model, batch, self.rest))
-        self.log = self._open_log() if first else None
+        """Say what runs."""
+        batch = self.task.describe(self.size.samples, self.size.tokens)
+        self.progress.say(banner(self.costs, self.task.title, self.model, batch, self.outside))
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
         start = f"continues after step {self.step}" if self.step else "starts"
         if self.begins_again:
             start += " anew, as there is no checkpoint to continue from"
         self.progress.say(f"run folder {where}; {start}")
-        for note in (*self.task.notes(), *self.notes, *self._warnings()):
+        for note in (*self.task.data.notes, *self.notes, *self._warnings()):
             self.progress.say(note)
-        self.windows = Prefetch(self.batches, self.step, train.total_steps)
         if not self.step:
             self.meter.restart_clock()
 
@@ -312,7 +339,7 @@ class Trainer:
         return MetricsLog(self.folder.metrics, self.step, trackers)
 
     def _warnings(self) -> list[str]:
-        """What a user should know before the run."""
+        """Warnings that a user should have before the run."""
         config = self.config
         notes = []
         if self.processes != self.world.size:
@@ -321,12 +348,7 @@ class Trainer:
                 "same samples in the same order, but not bit for bit"
                 + ("" if config.train.micro_batch_size is None else ", nor at the same depths")
             )
-        part = self.costs.penalty.fraction
-        if config.penalised == "jacobian" and not 0.8 < part / config.penalty.fraction < 1.25:
-            notes.append(
-                f"penalty.fraction is {part:.2f} rather than {config.penalty.fraction:g}: of the "
-                "few samples of a micro-batch a whole number is drawn, one at least"
-            )
+        notes += self.penalty.warnings(self.size.micro_samples)
         notes += beyond_the_end(config)
         rounding = rounding_warning(
             config.precision, config.optim.stochastic_rounding, config.optim.lr
@@ -342,7 +364,7 @@ class Trainer:
             return
         if results:
             write_results(self.folder, {"step": self.step, **results})
-            for line in self.task.tell(results):
+            for line in self.task.judge.tell(results):
                 self.progress.say(line)
         try:
             self._draw(results)
@@ -356,4 +378,4 @@ class Trainer:
 
         training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
         if results:
-            self.task.draw(results, self.folder.path)
+            self.task.judge.draw(results, self.folder.path)

@@ -5,16 +5,18 @@ from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
+from stars_fast.models.loop import Loop
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.step import StepLoss
+from stars_fast.training.step.micro_step import first_state
+from stars_fast.training.step.train_step import StepLoss
 
 
 @torch.no_grad()
 def validation_losses(
-    root: nn.Module,
+    root: StepLoss,
     source: Source,
     turns: Sequence[int],
     world: World,
@@ -28,7 +30,7 @@ def validation_losses(
     is the whole sweep.
 
     Args:
-        root: a `StepLoss`, perhaps with sharded weights.
+        root: the model with its turns and head, perhaps with sharded weights.
         source: the data.
         turns: numbers of turns, 1 or more.
         units: of `source` in a forward pass.
@@ -47,7 +49,9 @@ def validation_losses(
                 # gathered by all processes or by none.
                 start = starts[piece if piece < len(starts) else 0]
                 batch = micro_batch(source, np.arange(start, min(start + units, len(source))))
-                losses = root(losses_at, to_device(batch, world.device), depths)
+                losses = root.with_weights(
+                    losses_at, to_device(batch, world.device), root.config.precision, depths
+                )
                 if piece < len(starts):
                     sums[:-1] += losses.double()
                     sums[-1] += len(batch.labels)
@@ -57,13 +61,13 @@ def validation_losses(
     return {depth: total / count for depth, total in zip(depths, totals, strict=True)}
 
 
-def losses_at(loss: StepLoss, batch: MicroBatch, depths: Sequence[int]) -> Tensor:
+def losses_at(loop: Loop, batch: MicroBatch, precision: str, depths: Sequence[int]) -> Tensor:
     """[n]: summed cross entropy after each of the rising `depths`."""
-    h = loss.start(batch)
-    turn = loss.loop.turn(h, batch.samples)
+    h = first_state(loop, batch, precision)
+    turn = loop.turn(h, batch.samples)
     found = []
     for done in range(1, max(depths) + 1):
         h = turn(h)
         if done in depths:
-            found.append(loss.loop.token_loss(h, batch, 1))
+            found.append(loop.token_loss(h, batch, 1))
     return torch.stack(found)

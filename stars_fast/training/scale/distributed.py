@@ -76,9 +76,10 @@ class World:
         return box[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """What `work` gives on this process, once all have done theirs, however long it takes.
+        """The result of `work` on this process, once all have done theirs, however long it takes.
 
-        Raises ConfigError on all processes if one raised it.
+        Raises:
+            ConfigError: on all processes if one raised it.
         """
         result, mistake = None, None
         try:
@@ -115,8 +116,10 @@ def processes(device: str = "auto") -> Iterator[World]:
 
     `device` is "auto" (CUDA where there is one), "cpu" or "cuda"; with CUDA each process of a
     machine takes the device of its local rank. Without torchrun the process is alone and joins
-    nothing; a group that is made meanwhile is left too. Raises ConfigError for "cuda" without one,
-    and for more processes on a machine than devices.
+    nothing; a group that is made meanwhile is left too.
+
+    Raises:
+        ConfigError: "cuda" without one, and for more processes on a machine than devices.
     """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:

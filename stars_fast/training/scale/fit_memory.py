@@ -1,17 +1,28 @@
-"""What the steps of a run recompute, decided before the first of them."""
+"""The choice of what the steps of a run recompute, made before the first of them."""
 
 from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from stars_fast.data.batches import Batches
+from stars_fast.data.batches import Batches, MicroBatch
+from stars_fast.jsrr import fused_jsrr
+from stars_fast.models.loop import Loop, Turn
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.scale.memory import Choice, activation_budget, agree, choose
+from stars_fast.training.scale.memory import (
+    Activations,
+    Choice,
+    activation_budget,
+    agree,
+    choose,
+    measure_activations,
+)
+from stars_fast.training.step.micro_step import MicroStep, first_state
 from stars_fast.training.step.precision import autocast
-from stars_fast.training.step.step import StepLoss, root_of
+from stars_fast.training.step.train_step import StepLoss, root_of
+from stars_fast.training.step.turns import by_layer
 
 
 def fit_memory(
@@ -27,9 +38,10 @@ def fit_memory(
 
     `step_loss` is `loss`, perhaps made parallel.
     """
+    penalty = loss.penalty
     largest = max(batches.window(0), key=lambda batch: batch.tokens.numel())
     with autocast(config.precision, world.device, config.parallel.sharded):
-        measured = root_of(step_loss)(StepLoss.measure, largest)
+        measured = root_of(step_loss).with_weights(measure, largest, config, penalty.needs_dual)
     # Later micro-batches may hold more tokens.
     measured = measured.scaled(batches.most_tokens / largest.tokens.numel())
     whole_gradients = False
@@ -44,14 +56,39 @@ def fit_memory(
     kept = config.train.backprop_turns
 
     @cache
-    def choice(turns: int, penalised: bool) -> Choice:
-        shared = penalised and config.penalty.at == "last"
+    def choice(turns: int, dual: bool) -> Choice:
         in_graph = turns if kept is None else min(turns, kept)
-        return choose(config.memory, measured, budget, in_graph - shared, penalised)
+        if dual:
+            in_graph -= penalty.last_turns
+        return choose(config.memory, measured, budget, in_graph, dual)
 
-    loss.recompute = lambda turns, penalised: choice(turns, penalised).recompute
+    loss.recompute = lambda turns, dual: choice(turns, dual).recompute
     usual, most = round(config.depth.mean()), config.depth.chances(config.train.total_steps)[-1][0]
     return [
-        f"at {turns} turns {choice(turns, config.penalised == 'jacobian').describe()}"
+        f"at {turns} turns {choice(turns, penalty.needs_dual).describe()}"
         for turns in sorted({usual, most})
     ]
+
+
+def measure(loop: Loop, batch: MicroBatch, config: RunConfig, dual: bool) -> Activations:
+    """Bytes that the micro-batch keeps for the backward pass; with `dual` of a dual turn too.
+
+    A dual pass on a part of the samples may now and then be that of the whole micro-batch, which is
+    what is measured.
+    """
+    with torch.no_grad():
+        turn = MicroStep(loop, batch, config, 0).turn
+    samples = batch.samples
+
+    def penalty(turn: Turn, h: Tensor) -> Tensor:
+        mask = None if samples.real is None else samples.real.to(h.device)
+        return fused_jsrr(turn, h, mask=mask, cu_seqlens=samples.cu_seqlens)
+
+    return measure_activations(
+        loop.model,
+        lambda: first_state(loop, batch, config.precision),
+        turn,
+        lambda h: loop.token_loss(h, batch, 1),
+        penalty if dual else None,
+        by_layer(turn, loop.model),
+    )

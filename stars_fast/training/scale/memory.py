@@ -32,8 +32,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stars_fast.base.checks import check_number
 from stars_fast.dual.tensor import Dual
+from stars_fast.models.loop import Turn
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.turns import KEEP_ALL, Block, Layered, Recompute, recomputed
+from stars_fast.training.step.turns import KEEP_ALL, Recompute, TurnByLayer, recomputed
 
 GIB = 1024**3
 
@@ -98,7 +99,7 @@ class Activations(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is recomputed, and the bytes of activations at the peak; budget: None if not known."""
+    """A choice of what is recomputed, and its bytes of activations at the peak."""
 
     recompute: Recompute
     peak: int
@@ -127,7 +128,9 @@ def peak(activations: Activations, recompute: Recompute, turns: int, penalised: 
     """Bytes of activations at the worst moment of a step of `turns` turns in the graph.
 
     `penalised` says whether the step has a dual turn. The docstring of this file derives it.
-    Raises ValueError for a choice by layers that are not known.
+
+    Raises:
+        ValueError: a choice by layers that are not known.
     """
     a, r = activations, min(recompute.turns, turns)
     by_layer = recompute.per == "layer"
@@ -151,13 +154,14 @@ def choose(
     turns: int,
     penalised: bool = True,
 ) -> Choice:
-    """What to recompute in a step of `turns` turns in the graph; arithmetic alone.
+    """Choose what to recompute in a step of `turns` turns in the graph; arithmetic alone.
 
     Under "auto" the choice is the one that costs the least time of those that fit in `budget`
     bytes, of equals the smallest; where none fits the smallest of all. So less budget never keeps
     more. `budget` None stands for no limit.
 
-    Raises ValueError for recompute "layer" where the layers are not known.
+    Raises:
+        ValueError: recompute "layer" where the layers are not known.
     """
     layers = activations.turn_by_layer is not None
     dual = penalised and activations.dual > 0
@@ -183,10 +187,10 @@ def choose(
 def measure_activations(
     model: nn.Module,
     prelude: Callable[[], Tensor],
-    block: Block,
+    block: Turn,
     loss: Callable[[Tensor], Any],
-    penalty: Callable[[Block, Tensor], Any] | None = None,
-    layered: Layered | None = None,
+    penalty: Callable[[Turn, Tensor], Any] | None = None,
+    layered: TurnByLayer | None = None,
 ) -> Activations:
     """Bytes that each part of a step keeps for the backward, measured on one micro-batch.
 
@@ -330,8 +334,8 @@ class _Kept:
             self._bytes += storage.nbytes()
 
 
-def _layers(model: nn.Module, layered: Layered, use: Callable[[Block], Any]) -> tuple[int, int]:
-    """What the biggest layer of a block keeps, and what the block keeps with its layers recomputed;
+def _layers(model: nn.Module, layered: TurnByLayer, use: Callable[[Turn], Any]) -> tuple[int, int]:
+    """Bytes kept by the biggest layer of a block, and by the block with its layers recomputed;
     `use` runs a block."""
     biggest = 0
 
@@ -363,7 +367,7 @@ def _known(size: int | None) -> int:
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Of this process's part of a tensor."""
+    """Bytes of this process's part of a tensor."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.numel() * local.element_size()
 

@@ -61,7 +61,8 @@ class ParallelConfig:
     def copies(self, world: World) -> int:
         """Among how many groups of processes hsdp copies the weights.
 
-        Raises ConfigError if the processes can't be divided so.
+        Raises:
+            ConfigError: the processes can't be divided so.
         """
         shard = world.local_size if self.shard is None else self.shard
         if world.size % shard:

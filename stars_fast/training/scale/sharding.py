@@ -14,6 +14,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    register_fsdp_forward_method,
 )
 
 from stars_fast.training.scale.distributed import World, join
@@ -48,6 +49,8 @@ def shard(
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     fully_shard(root, reshard_after_forward=False, **options)
+    if hasattr(root, "with_weights"):
+        register_fsdp_forward_method(root, "with_weights")
     for part in _parts(root):
         # Else the weights would be dropped after the backward of each turn, and gathered again for
         # the next; `shard_sync` drops them once, at the end of a window.

@@ -1,38 +1,32 @@
-"""What a step costs in turns of the block, for the banner and for the remaining time."""
+"""The cost of a step in turns of the block, for the banner and for the remaining time."""
 
 from stars_fast.training.config import RunConfig
-
-DUAL_TURN = 2.1
-"""Cost of a turn that carries a tangent, over a plain one: twice the linear maps, three times
-attention's products."""
+from stars_fast.training.step.methods import penalty_of
 
 
-def step_cost(config: RunConfig, turns: float, step: int, rest: float) -> float:
+def step_cost(config: RunConfig, turns: float, step: int, outside: float) -> float:
     """The cost of `step` at `turns` turns, in turns of one micro-batch.
 
-    `rest` is what lies outside the block. Only turns that carry a gradient cost in full: a turn
+    `outside` is what lies outside the block. Only turns that carry a gradient cost in full: a turn
     without one is a third.
     """
     full = turns
     if config.train.backprop_turns is not None:
         full = min(turns, config.train.backprop_turns)
-    cost = full + (turns - full) / 3 + rest
-    if config.penalised == "jacobian" and config.penalty_weight(step) > 0:
-        penalty = config.penalty
-        # Power steps before the last carry the tangent forward without a gradient.
-        dual = DUAL_TURN * (1 + (penalty.power_steps - 1) / 3)
-        cost += penalty.fraction * (dual - 1.0 if penalty.at == "last" else dual)
+    cost = full + (turns - full) / 3 + outside
+    if config.penalty_weight(step) > 0:
+        cost += penalty_of(config).cost()
     return cost
 
 
-def relative_cost(config: RunConfig, rest: float) -> float:
+def relative_cost(config: RunConfig, outside: float) -> float:
     """Mean cost of a step of the run over one of SFT at `train.reference_turns`."""
     steps = config.train.total_steps
-    total = sum(expected_costs(config, rest))
-    return total / steps / (config.train.reference_turns + rest)
+    total = sum(expected_costs(config, outside))
+    return total / steps / (config.train.reference_turns + outside)
 
 
-def expected_costs(config: RunConfig, rest: float) -> list[float]:
+def expected_costs(config: RunConfig, outside: float) -> list[float]:
     """The cost of each step of the run, averaged over the depth law: it is not linear in the depth
     where the gradient stops after `backprop_turns`."""
     known: dict[tuple[bool, int], float] = {}
@@ -42,7 +36,7 @@ def expected_costs(config: RunConfig, rest: float) -> list[float]:
         key = config.penalty_weight(step) > 0, min(step, config.depth.curriculum_steps)
         if key not in known:
             chances = config.depth.chances(step)
-            known[key] = sum(p * step_cost(config, turns, step, rest) for turns, p in chances)
+            known[key] = sum(p * step_cost(config, turns, step, outside) for turns, p in chances)
         costs.append(known[key])
     return costs
 
@@ -54,11 +48,11 @@ class RemainingTime:
     steps to come count at their mean over the law, with the penalty where it will be on.
     """
 
-    def __init__(self, config: RunConfig, rest: float) -> None:
+    def __init__(self, config: RunConfig, outside: float) -> None:
         self.config = config
-        self.rest = rest
+        self.outside = outside
         self.after = [0.0]  # after[k]: expected cost of the last k steps
-        for cost in reversed(expected_costs(config, rest)):
+        for cost in reversed(expected_costs(config, outside)):
             self.after.append(self.after[-1] + cost)
         self.seconds = self.turns = 0.0
         self.steps = 0
@@ -71,7 +65,7 @@ class RemainingTime:
         keep = 0.0 if self.steps == 1 else 0.98
         self.steps += 1
         self.seconds = keep * self.seconds + seconds
-        self.turns = keep * self.turns + step_cost(self.config, turns, step, self.rest)
+        self.turns = keep * self.turns + step_cost(self.config, turns, step, self.outside)
 
     def after_step(self, step: int) -> float:
         """Expected seconds from the end of `step` to the end of the run; `add` came before."""

@@ -1,23 +1,27 @@
-"""The training methods by name: what the number of turns follows, and which penalty there is."""
+"""The training methods by name: all that the files in `penalties/` offer."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 
-class Method(NamedTuple):
-    """fixed_depth: True or False if the method says which, None if the recipe chooses.
-
-    penalty: "jacobian", "l2" or None. summary: one line for messages and help.
-    """
-
-    fixed_depth: bool | None
-    penalty: str | None
-    summary: str
+from stars_fast.training.step import penalties
+from stars_fast.training.step.penalties.base import Method, NoPenalty, Penalty
+from stars_fast.training.step.settings import StepSettings
 
 
-METHODS = {
-    "sft": Method(True, None, "token loss at a fixed number of turns"),
-    "random-loop": Method(False, None, "token loss, the number of turns drawn from a law"),
-    "jsrr": Method(True, "jacobian", "fixed turns and the Jacobian penalty at the last state"),
-    "stars": Method(False, "jacobian", "random turns and the Jacobian penalty: the paper's method"),
-    "l2": Method(None, "l2", "the mean squared step between adjacent states as penalty"),
-}
+def _offered() -> dict[str, Method]:
+    found: dict[str, Method] = {}
+    for module in iter_modules(penalties.__path__, f"{penalties.__name__}."):
+        found |= getattr(import_module(module.name), "METHODS", {})
+    return found
+
+
+METHODS = _offered()
+
+
+def penalty_of(config: StepSettings) -> Penalty:
+    """The penalty that a run has, which with a weight of 0 is none."""
+    return (
+        METHODS[config.method].penalty(config) if config.penalty.weight > 0 else NoPenalty(config)
+    )

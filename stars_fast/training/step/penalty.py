@@ -76,7 +76,8 @@ class PenaltyConfig:
     def micro_batches(self, window: int) -> int:
         """How many of the `window` micro-batches of a step have the penalty.
 
-        Raises ValueError if the fraction is drawn from them and is not a whole number of them.
+        Raises:
+            ValueError: the fraction is drawn from them and is not a whole number of them.
         """
         if self.draw == "samples":
             return window

@@ -15,7 +15,8 @@ PRECISIONS = ("mixed", "float32", "bfloat16")
 def parameter_dtype(precision: str) -> torch.dtype:
     """The dtype of the parameters that the optimiser moves.
 
-    Raises ValueError for what is not one of `PRECISIONS`.
+    Raises:
+        ValueError: what is not one of `PRECISIONS`.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
@@ -34,7 +35,7 @@ def autocast(precision: str, device: torch.device, sharded: bool) -> AbstractCon
 
 
 def rounding_warning(precision: str, stochastic_rounding: bool, lr: float) -> str | None:
-    """What is lost with weights in bf16 that are rounded to nearest; None where nothing is.
+    """A warning of what weights in bf16 that are rounded to nearest lose; None where nothing is.
 
     AdamW moves a weight w by about lr. Numbers in bf16 have 8 significant bits: from 2^e to
     2^(e + 1) they lie 2^(e - 7) apart, and a step of less than half of that is lost.

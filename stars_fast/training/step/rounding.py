@@ -20,7 +20,8 @@ def rounding_adamw(groups: list[dict[str, Any]], options: dict[str, Any]) -> tor
     In bf16 an average of squares that decays by 0.999 would never fall: 0.001 of itself is less
     than half of the spacing of numbers.
 
-    Raises ConfigError where torchao is missing, is of another form, or parameters are not bf16.
+    Raises:
+        ConfigError: torchao is missing, is of another form, or parameters are not bf16.
     """
     params = [p for group in groups for p in group["params"]]
     wrong = sorted({str(p.dtype) for p in params} - {"torch.bfloat16"})

@@ -27,7 +27,7 @@ def _learning_rate(config: RunConfig) -> list[str]:
 
 def _penalty(config: RunConfig) -> list[str]:
     steps, penalty = config.train.total_steps, config.penalty
-    if config.penalised is None:
+    if not config.penalised:
         return []
     if penalty.start_step >= steps:
         return [

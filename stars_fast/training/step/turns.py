@@ -9,21 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Block = Callable[[Tensor], Tensor]
-"""One turn, h [B, S, D] -> [B, S, D]."""
+from stars_fast.models.loop import Turn
 
-Run = Callable[..., Any]
+RunLayer = Callable[..., Any]
 """How a layer is run: `run(layer, *args)` gives what `layer(*args)` gives."""
 
-Layered = Callable[[Run], Block]
-"""The block whose layers are each run by a given `Run`."""
+TurnByLayer = Callable[[RunLayer], Turn]
+"""The turn whose layers are each run by a given `RunLayer`."""
 
-recomputed: Run = partial(checkpoint, use_reentrant=False)
+recomputed: RunLayer = partial(checkpoint, use_reentrant=False)
 """`layer(*args)`, of which the backward keeps the inputs alone; random draws are repeated."""
 
 
 class Recompute(NamedTuple):
-    """What the backward computes a second time rather than keeps.
+    """The part of a step that the backward computes a second time rather than keeps.
 
     turns: how many of the turns in the graph, counted from the first.
     per: "turn" keeps the state before a turn and recomputes the turn at once; "layer" keeps the
@@ -48,12 +47,12 @@ KEEP_ALL = Recompute()
 
 
 def run_turns(
-    block: Block,
+    block: Turn,
     h: Tensor,
     turns: int,
     backprop_turns: int | None = None,
     recompute: Recompute = KEEP_ALL,
-    layered: Layered | None = None,
+    layered: TurnByLayer | None = None,
 ) -> list[Tensor]:
     """Apply `block` `turns` times to h^(0) = `h` [B, S, D]; the states that are in the graph.
 
@@ -62,7 +61,8 @@ def run_turns(
     gradients do not depend on `recompute`; `layered` comes from `by_layer` and is needed for
     layers alone.
 
-    Raises ValueError if layers are to be recomputed and `layered` is None.
+    Raises:
+        ValueError: layers are to be recomputed and `layered` is None.
     """
     start = h
     skipped = 0 if backprop_turns is None else max(turns - backprop_turns, 0)
@@ -75,7 +75,7 @@ def run_turns(
         # The prelude then gets a gradient of zero rather than none, so that every parameter takes
         # part in every step, as data-parallel reduction expects.
         h = h + 0.0 * start
-    again: Block = partial(recomputed, block)
+    again: Turn = partial(recomputed, block)
     if recompute.turns and recompute.per == "layer":
         again = _layered(layered)(recomputed)
     states = [h]
@@ -84,15 +84,16 @@ def run_turns(
     return states
 
 
-def dual_block(block: Block, recompute: Recompute, layered: Layered | None = None) -> Block:
-    """The block to take the Jacobian of: `block`, or the same with its layers recomputed.
+def dual_turn(turn: Turn, recompute: Recompute, layered: TurnByLayer | None = None) -> Turn:
+    """The turn to take the Jacobian of: `turn`, or the same with its layers recomputed.
 
-    Raises ValueError if layers are to be recomputed and `layered` is None.
+    Raises:
+        ValueError: layers are to be recomputed and `layered` is None.
     """
-    return _layered(layered)(recomputed) if recompute.dual else block
+    return _layered(layered)(recomputed) if recompute.dual else turn
 
 
-def by_layer(block: Block, model: nn.Module | None = None) -> Layered | None:
+def by_layer(block: Turn, model: nn.Module | None = None) -> TurnByLayer | None:
     """How to run the layers of `block` one by one; None where they can't be told apart.
 
     `block` is a sequence of layers (`nn.Sequential`), or one turn of a `model` that runs its layers
@@ -107,7 +108,7 @@ def by_layer(block: Block, model: nn.Module | None = None) -> Layered | None:
     return None
 
 
-def _layered(layered: Layered | None) -> Layered:
+def _layered(layered: TurnByLayer | None) -> TurnByLayer:
     if layered is None:
         raise ValueError("layered: expected the layers of the block to recompute them, got None")
     return layered
@@ -118,7 +119,7 @@ def _switches(model: nn.Module | None) -> list[Any]:
     return [module for module in modules if hasattr(module, "gradient_checkpointing")]
 
 
-def _switched(block: Block, switches: list[Any], run: Run) -> Block:
+def _switched(block: Turn, switches: list[Any], run: RunLayer) -> Turn:
     def turn(h: Tensor) -> Tensor:
         with _checkpointing(switches, run):
             return block(h)
@@ -127,7 +128,7 @@ def _switched(block: Block, switches: list[Any], run: Run) -> Block:
 
 
 @contextmanager
-def _checkpointing(switches: list[Any], run: Run) -> Iterator[None]:
+def _checkpointing(switches: list[Any], run: RunLayer) -> Iterator[None]:
     """Inside, the layers go through `run`; then as before."""
     names = ("gradient_checkpointing", "_gradient_checkpointing_func")
     before = [[getattr(module, name, None) for name in names] for module in switches]
@@ -141,7 +142,7 @@ def _checkpointing(switches: list[Any], run: Run) -> Iterator[None]:
                 setattr(module, name, value)
 
 
-def _sequence(layers: nn.Sequential, run: Run) -> Block:
+def _sequence(layers: nn.Sequential, run: RunLayer) -> Turn:
     def turn(h: Tensor) -> Tensor:
         for layer in layers:
             h = run(layer, h)

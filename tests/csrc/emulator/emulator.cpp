@@ -26,12 +26,4 @@ int emulate_sandwich_backward(const SandwichBackwardArgs* p, Type type, bool dua
   return sandwich_backward(*p, type, dual, nullptr);
 }
 
-int emulate_gated(const GatedArgs* p, Activation name, Type type, bool dual) {
-  return gated(*p, name, type, dual, nullptr);
-}
-
-int emulate_gated_backward(const GatedBackwardArgs* p, Activation name, Type type, bool dual) {
-  return gated_backward(*p, name, type, dual, nullptr);
-}
-
 }  // extern "C"

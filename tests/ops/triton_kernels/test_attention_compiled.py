@@ -32,6 +32,7 @@ def launch_one(dtype, width, mode, group, length, tf32):
     attention_backward(torch.empty_like(out), q, k, v, out, lse, mu, *setting)
 
 
+pytestmark = pytest.mark.slow  # compiles
 LENGTHS = (1, 2, 3, 8, 15, 16, 17, 31, 32, 33, 100, 128, 1000, 1024, 4097, 65536, 2**20, 2**24)
 CASES = {
     "D64-causal-bf16": launches(torch.bfloat16, 64, "causal"),

@@ -138,6 +138,7 @@ DENSE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("shape", DENSE.values(), ids=DENSE.keys())
 def test_dense(shape, causal):
@@ -162,6 +163,7 @@ SPANNED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "spans"), SPANNED.values(), ids=SPANNED.keys())
 def test_spans(shape, spans):
     check(*inputs(*shape), spans)
@@ -236,6 +238,7 @@ FAR_16 = ["logits 5", "primal", "offset", "one key", "two keys", "padded"]
 OUTPUTS = "o o_dot q_bar q_dot_bar k_bar k_dot_bar v_bar v_dot_bar".split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("width", "causal", "scale"),
     [(64, True, None), (128, False, None), (64, True, -0.125)],
@@ -323,6 +326,7 @@ def test_other_layouts():
     check(q, k[:, :, :, :1].expand_as(k), v, causal=True)
 
 
+@pytest.mark.slow
 def test_addresses_beyond_32_bits(monkeypatch):
     if DEVICE == "cpu":  # the interpreter would copy all of the storage onto itself
         from triton.runtime.interpreter import GridExecutor

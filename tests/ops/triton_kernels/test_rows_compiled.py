@@ -4,6 +4,7 @@ import pytest
 import torch
 from compiled import ARCHITECTURES, SHARED_LIMIT, compiled, variants
 
+pytestmark = pytest.mark.slow  # compiles
 ROWS = 4096
 CASES = {}
 

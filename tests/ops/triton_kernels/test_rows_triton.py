@@ -111,6 +111,7 @@ def test_norm_of_rows_in_several_turns(monkeypatch):
     check_norm(3 + randn(2, 3, 150), randn(150), randn(150, seed=1), True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("centre", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("shape", [(70_000, 16), (2, 70_000)], ids=["many", "wide"])
 def test_norm_of_many_and_of_wide_rows(shape, centre, large_tiles):
@@ -192,6 +193,7 @@ def test_softmax_of_rows_in_several_turns(monkeypatch):
     check_softmax(randn(2, 3, 150))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(70_000, 3), (1, 70_000)], ids=["many", "wide"])
 def test_softmax_of_many_and_of_wide_rows(shape, large_tiles):
     check_softmax(randn(2, *shape))

@@ -325,6 +325,7 @@ def sharded(launch, tmp_path_factory):
     return folder, codes
 
 
+@pytest.mark.slow
 def test_processes_killed_during_a_save_leave_the_checkpoint_before_it(sharded):
     folder, codes = sharded
     assert codes == [-9, -9]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
-from stars_fast.training.step.step import Plan, StepStats
+from stars_fast.training.step.train_step import StepPlan, StepStats
 
 
 def stats(loss, penalty=0.0, finite=True):
@@ -14,10 +14,10 @@ def stats(loss, penalty=0.0, finite=True):
 
 def test_means_leave_out_skipped_steps_and_steps_without_a_penalty():
     meter = Meter(torch.device("cpu"))
-    meter.add(stats(1.0), Plan(0, [2], 0.0, 0.1))
-    meter.add(stats(float("nan"), float("inf"), finite=False), Plan(1, [3], 0.5, 0.1))
-    meter.add(stats(3.0, 0.5), Plan(2, [4], 0.5, 0.2))
-    row, streak = meter.line(Plan(2, [4], 0.5, 0.2))
+    meter.add(stats(1.0), StepPlan(0, [2], 0.0, 0.1))
+    meter.add(stats(float("nan"), float("inf"), finite=False), StepPlan(1, [3], 0.5, 0.1))
+    meter.add(stats(3.0, 0.5), StepPlan(2, [4], 0.5, 0.2))
+    row, streak = meter.line(StepPlan(2, [4], 0.5, 0.2))
     assert streak == 0
     assert row.pop("tokens_per_second") > 0
     assert row.pop("memory_gib") > 0
@@ -37,7 +37,7 @@ def test_means_leave_out_skipped_steps_and_steps_without_a_penalty():
 
 def test_nothing_finite_is_none_and_a_row_of_them_is_counted():
     meter = Meter(torch.device("cpu"))
-    plan = Plan(0, [2], 0.5, 0.1)
+    plan = StepPlan(0, [2], 0.5, 0.1)
     for _ in range(3):
         meter.add(stats(float("nan"), finite=False), plan)
     row, streak = meter.line(plan)
@@ -48,7 +48,7 @@ def test_nothing_finite_is_none_and_a_row_of_them_is_counted():
 
 def test_half_an_interval_carries_over():
     whole, first, second = (Meter(torch.device("cpu")) for _ in range(3))
-    plan = Plan(0, [2], 0.5, 0.1)
+    plan = StepPlan(0, [2], 0.5, 0.1)
     for meter, losses in ((whole, (0.1, 0.2, 0.3)), (first, (0.1, 0.2))):
         for loss in losses:
             meter.add(stats(loss, 0.7), plan)
@@ -100,7 +100,7 @@ def test_trackers_get_every_line(tmp_path):
 
 def test_the_share_of_the_peak():
     meter = Meter(torch.device("cpu"), peak=1e3)
-    plan = Plan(0, [2], 0.0, 0.1)
+    plan = StepPlan(0, [2], 0.0, 0.1)
     meter.add(stats(1.0), plan, flops=5e3)
     meter.since -= 10.0
     assert meter.line(plan)[0]["mfu"] == pytest.approx(0.5, rel=0.05)

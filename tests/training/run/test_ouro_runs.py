@@ -16,6 +16,7 @@ from stars_fast.training.config import save_config
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 
+pytestmark = pytest.mark.slow
 SCRIPT = str(Path(__file__).parents[1] / "scripts" / "ouro.py")
 METHODS = ("sft", "random-loop", "jsrr", "stars")
 SPLITS = {"whole": 1, "thirty-two": 32, "ranks": 4}

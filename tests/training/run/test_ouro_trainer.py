@@ -16,13 +16,13 @@ from torch.nn.functional import cross_entropy
 from stars_fast import cli
 from stars_fast.base.checkpoints import latest, saved_tensors
 from stars_fast.training.config import save_config
-from stars_fast.training.ouro import Task
 from stars_fast.training.run import trainer
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.progress import Progress
+from stars_fast.training.run.task import Task
 from stars_fast.training.run.trainer import train
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.step import StepStats
+from stars_fast.training.step.train_step import StepStats
 
 SMALL = {"path": "tiny", "width": 16, "layers": 1}
 
@@ -89,7 +89,7 @@ def test_ten_steps_are_five_and_a_loss_and_five_more(ouro, lost_at, packing):
     assert rows_of(lost.out) == rows
     assert_same_tensors(straight.out, lost.out)
 
-    units = len(Task(lost, World(0, 1, torch.device("cpu"))).source)
+    units = len(Task(lost, World(0, 1, torch.device("cpu"))).data.source)
     assert 5 * 4 % units  # the checkpoint was in the middle of an epoch
     assert units < 10 * 4
 
@@ -148,7 +148,7 @@ def test_the_export_of_a_run_is_the_model_that_was_judged(ouro, tmp_path, capsys
     for turns in (1, 3):
         total = count = 0
         for number in range(5):
-            tokens, targets, _ = task.validation.batch([number])
+            tokens, targets, _ = task.data.held_out.batch([number])
             with torch.no_grad():
                 logits = model(tokens, turns=turns).logits[0]
             kept = targets[0] >= 0
@@ -163,6 +163,7 @@ def test_the_export_of_a_run_is_the_model_that_was_judged(ouro, tmp_path, capsys
     assert "ouro" in said.lower()
 
 
+@pytest.mark.slow
 def test_compiled_layers_give_the_same_losses(ouro, monkeypatch):
     """With the graphs of forward and backward as they are captured, for one length and for any, but
     without C++ made of them, which takes a minute."""

@@ -77,6 +77,7 @@ def close(row, expected):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SPLIT)
 @pytest.mark.parametrize("split", ["fours", "ranks"])
 def test_one_batch_of_16_is_4_of_4_is_2_ranks_of_2_of_4(runs, case, split):
@@ -92,6 +93,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     assert found[3]["loss"] is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ten_steps_are_five_and_kill_and_five_more(runs, processes):
     straight, killed = runs / f"straight-{processes}", runs / f"killed-{processes}"

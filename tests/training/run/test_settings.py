@@ -12,9 +12,11 @@ from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest, saved_tensors
 from stars_fast.base.errors import ConfigError
 from stars_fast.data.addition import AdditionData
+from stars_fast.data.kinds.sums import Sums
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families.looped_lm import LoopedLoop
-from stars_fast.training.addition import Config, load_model
+from stars_fast.models.saved import find_model, load_model
+from stars_fast.training.config import config_class, load_config
 from stars_fast.training.run.trainer import train
 
 DTYPES = {  # of weights and averages, and of the states
@@ -38,7 +40,7 @@ def test_the_addition_task_computes_in_its_precision(tiny, monkeypatch, method, 
     saved = saved_tensors(latest(folder / "checkpoints"))
     kept = {t.dtype for name, t in saved.items() if not name.endswith(".step")}
     assert kept == {weights}
-    assert {p.dtype for p in load_model(folder)[0].parameters()} == {weights}
+    assert {p.dtype for p in load_model(find_model(folder)).parameters()} == {weights}
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(row["loss"] > 0 and row["skipped"] == 0 for row in rows)
 
@@ -46,8 +48,8 @@ def test_the_addition_task_computes_in_its_precision(tiny, monkeypatch, method, 
 def test_a_run_in_bf16_is_evaluated_as_it_judged_itself(tiny):
     folder = train(tiny(precision="bfloat16", eval={"turns": [1, 3]})).folder
     said = json.loads((folder / "results.json").read_text())["accuracy"]
-    model, config = load_model(folder)
-    again = evaluate(model, AdditionData(config.data), [1, 3])
+    model, config = load_model(find_model(folder)), load_config(str(folder))
+    again = evaluate(LoopedLoop(model), Sums(AdditionData(config.data), "test"), [1, 3])
     assert {int(turns): value for turns, value in said.items()} == again
 
 
@@ -118,6 +120,7 @@ VARIANTS = (
 
 
 def test_every_setting_of_the_addition_task_is_read(tiny_in, tmp_path, reads):
+    Config = config_class("looped_lm", "sums")
     seen = reads(Config)
     for number, changes in enumerate(VARIANTS):
         config = tiny_in(tmp_path / str(number), **tree.merge({"train": {"steps": 2}}, changes))
@@ -129,7 +132,7 @@ def test_every_setting_of_ouro_is_read(tmp_path, reads):
     pytest.importorskip("transformers")
     from ouro_runs import ouro_run
 
-    from stars_fast.training.ouro import Config
+    Config = config_class("ouro", "chats")
 
     seen = reads(Config)
     short = {"train": {"steps": 2}, "data": {"validation": 4}, "eval": {"turns": [1]}}

@@ -8,13 +8,14 @@ import torch
 
 from stars_fast.base.checkpoints import checkpoints, latest, saved_tensors
 from stars_fast.base.errors import ConfigError
+from stars_fast.data.kinds.sums import Sums
 from stars_fast.models.families import looped_lm
-from stars_fast.models.families.looped_lm import LoopedLoop
-from stars_fast.training.addition import Sums, load_model, make_model
+from stars_fast.models.families.looped_lm import FAMILY, LoopedLoop
+from stars_fast.models.saved import find_model, load_model
 from stars_fast.training.run import interrupt, trainer
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import TrainingFailure, train
-from stars_fast.training.step import step
+from stars_fast.training.step import train_step as step
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +95,11 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
     from stars_fast.data.samples import sample_noise
 
     config = tiny(method="jsrr", penalty={"weight": 0.3})
-    model = make_model(config)
+    model = FAMILY.start(config.model, torch.float32, config.seed)[0]
     (batch,) = Batches(Sums(AdditionData(config.data)), config.seed, 16).window(0)
     plan = step.plan_step(config, 0)
     loss = step.StepLoss(LoopedLoop(model), config)
-    got, _ = loss(step.StepLoss.share, batch, plan, 3, len(batch.labels))
+    got, _ = loss(batch, plan, 3, len(batch.labels))
     got_gradient = torch.autograd.grad(got, list(model.parameters()))
 
     h = model.prelude(batch.tokens)
@@ -106,7 +107,7 @@ def test_the_penalty_and_its_gradient_are_the_named_ones(tiny):
         h = model.block(h)
     logits = model.head(model.coda(h)).flatten(0, 1)[batch.positions]
     token_loss = torch.nn.functional.cross_entropy(logits, batch.labels)
-    mask = batch.samples.mask
+    mask = batch.samples.real
     v = sample_noise(h, batch.samples, config.seed, 0, range(16))
     want = 0.7 * token_loss + 0.3 * fused_jsrr(model.block, h, v=v, mask=mask)
     torch.testing.assert_close(got, want)
@@ -140,8 +141,8 @@ def test_a_run_that_cannot_recover_stops_with_the_reason_and_its_weights(tiny, m
     monkeypatch.setattr(looped_lm, "token_loss", lambda *args: real(*args) * float("inf"))
     with pytest.raises(TrainingFailure, match=r"step 3: .* last 3 steps was not finite"):
         train(config)
-    model, _ = load_model(config.out)
-    initial = make_model(config)
+    model = load_model(find_model(config.out))
+    initial = FAMILY.start(config.model, torch.float32, config.seed)[0]
     for one, other in zip(model.parameters(), initial.parameters(), strict=True):
         assert torch.equal(one, other)
     monkeypatch.setattr(looped_lm, "token_loss", real)

@@ -9,12 +9,11 @@ from torch import nn
 
 from stars_fast.data import IGNORE
 from stars_fast.data.documents import PaddedChats
-from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.config import config_from
-from stars_fast.training.ouro import load
 from stars_fast.training.run.validation import validation_losses
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.step import StepLoss
+from stars_fast.training.step.train_step import StepLoss
 
 LENGTHS = [7, 12, 3, 9, 5, 12, 4]
 ALONE = World(0, 1, torch.device("cpu"))
@@ -48,7 +47,9 @@ def root():
             "data": {"source": "tiny-chat"},
         }
     )
-    return StepLoss(OuroLoop(load(config)[0].train()), config)
+    return StepLoss(
+        OuroLoop(FAMILY.start(config.model, torch.float32, config.seed)[0].train()), config
+    )
 
 
 def by_hand(root, turns):
@@ -94,13 +95,16 @@ def test_several_processes_share_the_chats(root, size, monkeypatch):
         sums.append(values.clone())
         return torch.stack(sums).sum(0)
 
+    def counted(*args, real=root.with_weights):
+        calls.append(rank)
+        return real(*args)
+
     expected = losses(root, (1, 3))
-    counting = root.register_forward_hook(lambda *_: calls.append(rank))
     with monkeypatch.context() as patch:
+        patch.setattr(root, "with_weights", counted)
         patch.setattr(World, "sum_", sum_)
         for rank in range(size):
             found = losses(root, (1, 3), World(rank, size, torch.device("cpu")), units=2)
-    counting.remove()
     assert found == pytest.approx(expected, rel=1e-6)
     assert [calls.count(rank) for rank in range(size)] == [-(-4 // size)] * size  # of four pairs
     assert len(sums) == size
@@ -119,9 +123,9 @@ def test_the_mode_is_restored_after_a_failure(root):
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
-            self.root = root
+            self.root, self.config = root, root.config
 
-        def forward(self, *args):
+        def with_weights(self, *args):
             raise RuntimeError("out of memory")
 
     broken = Broken().train()

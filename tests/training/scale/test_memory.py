@@ -31,7 +31,8 @@ from stars_fast.training.scale.memory import (
     measure_activations,
     peak,
 )
-from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_block, run_turns
+from stars_fast.training.step.penalties.base import NoPenalty
+from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_turn, run_turns
 
 PLANS = [
     Recompute(count, per, dual)
@@ -74,7 +75,7 @@ class Step:
         h = run_turns(self.block, h, turns, backprop, recompute, self.layered)[-1]
         loss = self.token_loss(h)
         if penalised:
-            loss = loss + 0.1 * self.penalty(dual_block(self.block, recompute, self.layered), h)
+            loss = loss + 0.1 * self.penalty(dual_turn(self.block, recompute, self.layered), h)
         return loss
 
     def gradients(self, *args, autocast=False, **kwargs):
@@ -195,7 +196,7 @@ def test_layers_that_are_not_known():
     with pytest.raises(ValueError, match="layered: expected the layers"):
         run_turns(block, h, 2, recompute=Recompute(2, "layer"))
     with pytest.raises(ValueError, match="layered: expected the layers"):
-        dual_block(block, Recompute(dual=True))
+        dual_turn(block, Recompute(dual=True))
 
 
 # -- what is measured
@@ -417,11 +418,15 @@ def test_ddp_holds_the_gradients_before_the_first_backward():
 def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
     class StepLoss:
         loop = SimpleNamespace(model=None)
+        penalty = NoPenalty(None)
+
+        def with_weights(self, *args):
+            return GIVEN
 
     asked = []
     kind = StepLoss if wrapped else torch.nn.parallel.DistributedDataParallel
     monkeypatch.setattr(fit_memory, "DistributedDataParallel", kind)
-    monkeypatch.setattr(fit_memory, "root_of", lambda loss: lambda *args: GIVEN)
+    monkeypatch.setattr(fit_memory, "root_of", lambda loss: loss)
     monkeypatch.setattr(fit_memory, "activation_budget", lambda *args: asked.append(args[-1]))
     micro_batch = SimpleNamespace(tokens=torch.zeros(4))
     batches = SimpleNamespace(window=lambda step: [micro_batch], most_tokens=4)

@@ -7,10 +7,10 @@ from ouro_runs import ouro_run
 
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats
-from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.ouro import load
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
+from stars_fast.training.scale.fit_memory import measure
 from stars_fast.training.scale.memory import _Kept
-from stars_fast.training.step.step import Plan, StepLoss
+from stars_fast.training.step.train_step import StepLoss, StepPlan
 from stars_fast.training.step.turns import Recompute
 
 TURNS = 3
@@ -33,7 +33,8 @@ class EightAlike:
 @pytest.fixture(scope="module")
 def step_of(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    model, _ = load(ouro_run(folder / "run", folder))
+    config = ouro_run(folder / "run", folder)
+    model, _ = FAMILY.start(config.model, torch.float32, config.seed)
 
     def make(dtype=torch.float32, **penalty):
         config = ouro_run(folder / "run", folder, method="jsrr", penalty=penalty)
@@ -50,8 +51,8 @@ def batch():
 
 
 def share(step_loss, batch):
-    plan = Plan(0, [TURNS], 0.1, 0.0)
-    loss, _ = step_loss(StepLoss.share, batch, plan, TURNS, len(batch.labels))
+    plan = StepPlan(0, [TURNS], 0.1, 0.0)
+    loss, _ = step_loss(batch, plan, TURNS, len(batch.labels))
     return loss
 
 
@@ -71,7 +72,7 @@ def test_recomputing_does_not_change_the_gradient(step_of, batch, at, plan):
 def test_what_is_kept_is_what_was_measured(step_of, batch, at, fraction):
     """At most, with a penalty on a part: any part of a micro-batch may be drawn."""
     step_loss = step_of(at=at, detach=at == "next", fraction=fraction)
-    measured = step_loss(StepLoss.measure, batch)
+    measured = step_loss.with_weights(measure, batch, step_loss.config, True)
     with _Kept(step_loss) as kept:
         loss = share(step_loss, batch)
     del loss

@@ -35,6 +35,7 @@ def kind(request, found):
     return request.param, [each[request.param] for each in found]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_window_are_those_of_one_process(kind):
     for found in kind[1]:
         trained, same = found["parameters"]

@@ -5,7 +5,7 @@ from torch import nn
 
 from stars_fast.base.seeds import derive
 from stars_fast.models.loop import token_loss
-from stars_fast.training.step.losses import adjacent_l2
+from stars_fast.training.step.penalties.l2_step import adjacent_l2
 from stars_fast.training.step.penalty import PenaltyConfig
 from stars_fast.training.step.turns import run_turns
 

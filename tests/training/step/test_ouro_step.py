@@ -19,10 +19,10 @@ from ouro_runs import ouro_run
 from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats, PaddedChats, next_tokens
-from stars_fast.models.families.ouro import OuroLoop
-from stars_fast.training.ouro import load
-from stars_fast.training.step import jacobian
-from stars_fast.training.step.step import Plan, StepLoss
+from stars_fast.models.families.ouro import FAMILY, OuroLoop
+from stars_fast.training.step.micro_step import first_state
+from stars_fast.training.step.penalties import jacobian
+from stars_fast.training.step.train_step import StepLoss, StepPlan
 
 LENGTHS = [7, 12, 3, 9]
 TURNS = 3
@@ -56,7 +56,7 @@ def batch_of(packed, chats=None):
 
 def order_of(batch, chats):
     """Which document each sample of the batch is."""
-    parts = batch.samples.parts(batch.tokens)
+    parts = batch.samples.per_sample(batch.tokens)
     known = [chats.document(i)[0].tolist() for i in range(len(LENGTHS))]
     return [known.index(part.tolist()) for part in parts]
 
@@ -65,7 +65,8 @@ def order_of(batch, chats):
 def trained(tmp_path_factory):
     """trained(dtype, **changes): a StepLoss of a tiny Ouro."""
     folder = tmp_path_factory.mktemp("model")
-    model, _ = load(ouro_run(folder / "run", folder))
+    config = ouro_run(folder / "run", folder)
+    model, _ = FAMILY.start(config.model, torch.float32, config.seed)
 
     def make(dtype=torch.float64, **changes):
         config = ouro_run(folder / "run", folder, **changes)
@@ -76,14 +77,14 @@ def trained(tmp_path_factory):
 
 def share(step_loss, batch, weight=0.0, step=0):
     """Loss and its parts of a micro-batch that is the whole window, and the gradient."""
-    plan = Plan(step, [TURNS], weight, 0.0)
-    loss, parts = step_loss(StepLoss.share, batch, plan, TURNS, len(batch.labels))
+    plan = StepPlan(step, [TURNS], weight, 0.0)
+    loss, parts = step_loss(batch, plan, TURNS, len(batch.labels))
     parameters = [p for p in step_loss.parameters() if p.requires_grad]
     return loss, parts, torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
 
 def states(step_loss, batch, turns=TURNS):
-    h = step_loss.start(batch)
+    h = first_state(step_loss.loop, batch, step_loss.config.precision)
     turn = step_loss.loop.turn(h, batch.samples)
     for _ in range(turns):
         h = turn(h)
@@ -108,7 +109,7 @@ def test_packed_and_padded_agree_per_token_and_per_document(trained):
     for packed in (True, False):
         batch = batch_of(packed)
         h, _ = states(step_loss, batch)
-        parts = batch.samples.parts(h)
+        parts = batch.samples.per_sample(h)
         found[packed] = dict(zip(order_of(batch, chats), parts, strict=True))
     for document in range(4):
         torch.testing.assert_close(
@@ -149,11 +150,11 @@ def test_one_document_does_not_change_the_others_by_a_bit(trained):
     h, _ = states(step_loss, batch)
     other = batch_of(True)
     changed = 2
-    part = other.samples.parts(other.tokens)[changed]
+    part = other.samples.per_sample(other.tokens)[changed]
     part.copy_((part + 5) % 300)
     g, _ = states(step_loss, other)
     for i, (mine, theirs) in enumerate(
-        zip(batch.samples.parts(h), batch.samples.parts(g), strict=True)
+        zip(batch.samples.per_sample(h), batch.samples.per_sample(g), strict=True)
     ):
         assert torch.equal(mine, theirs) == (i != changed)
 
@@ -162,7 +163,7 @@ def test_one_document_does_not_change_the_others_by_a_bit(trained):
         logits = h.flatten(0, 1)[batch.positions] @ weight.T
         return F.cross_entropy(logits, batch.labels, reduction="none")
 
-    start, stop = batch.samples.spans[changed]
+    start, stop = batch.samples.sample_bounds[changed]
     outside = (batch.positions < start) | (batch.positions >= stop)
     assert torch.equal(losses(h)[outside], losses(g)[outside])
     assert not torch.equal(losses(h), losses(g))
@@ -183,11 +184,11 @@ def written_out(step_loss, batch, at, detach, weight):
     if step_loss.config.penalty.direction == "step":
         v = (out - h if at == "next" else h - before).detach()
     penalty = 0.0
-    for i, part in enumerate(batch.samples.parts(v)):
+    for i, part in enumerate(batch.samples.per_sample(v)):
         alone = torch.zeros_like(v)
-        batch.samples.parts(alone)[i].copy_(part / part.norm())
+        batch.samples.per_sample(alone)[i].copy_(part / part.norm())
         _, jv = torch.func.jvp(turn, (place,), (alone,))
-        penalty = penalty + batch.samples.parts(jv)[i].square().sum() / 4
+        penalty = penalty + batch.samples.per_sample(jv)[i].square().sum() / 4
     return loss, penalty, (1 - weight) * loss + weight * penalty
 
 
@@ -203,7 +204,7 @@ def test_the_loss_and_its_gradient_are_the_formula(trained, at, detach, packed, 
     batch = batch_of(packed)
     got, parts, gradient = share(step_loss, batch, 0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stars_fast.models.ouro.layers.ops", PlainOps)
+        patch.setattr("stars_fast.functional.ops", PlainOps)
         loss, penalty, want = written_out(step_loss, batch, at, detach, 0.3)
         parameters = [p for p in step_loss.parameters() if p.requires_grad]
         expected = torch.autograd.grad(want, parameters)
@@ -218,7 +219,8 @@ class PlainOps:
     """The ops of a layer in plain PyTorch, which torch.func can go through."""
 
     @staticmethod
-    def rms_norm(x, weight, eps, dual=False):
+    def rms_norm(x, weight, eps, dtype=None, dual=False):
+        assert dtype in (None, x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     @classmethod
@@ -266,8 +268,8 @@ def test_without_a_step_to_take_the_direction_is_random(trained, at):
     for direction in ("random", "step"):
         penalty = {"at": at, "detach": at == "next", "direction": direction}
         step_loss = trained(method="jsrr", penalty=penalty)
-        plan = Plan(0, [1], 0.3, 0.0)
-        found[direction], _ = step_loss(StepLoss.share, batch, plan, 1, len(batch.labels))
+        plan = StepPlan(0, [1], 0.3, 0.0)
+        found[direction], _ = step_loss(batch, plan, 1, len(batch.labels))
     assert (found["random"] == found["step"]) == (at == "last")
 
 
@@ -281,8 +283,8 @@ def test_some_micro_batches_stand_for_all(trained, at):
     some = {"draw": "micro-batches", "fraction": 0.25}
     quarter = trained(method="jsrr", penalty={**penalty, **some}, train=train)
     for rank in (0, 1):  # of two: the micro-batches of a window are the same on both
-        batch = replace(batch_of(True), pieces=8, index=2 * 2 + rank)
-        factors = [jacobian.penalty_factor(batch, quarter.config, step) for step in range(400)]
+        batch = replace(batch_of(True), step_micro_batches=8, index=2 * 2 + rank)
+        factors = [quarter.penalty.factor(batch, step) for step in range(400)]
         assert set(factors) == {0.0, 4.0}
         assert 70 < factors.count(4.0) < 130  # 100 are expected, with a deviation of 9
         drawn, left = factors.index(4.0), factors.index(0.0)
@@ -294,23 +296,23 @@ def test_some_micro_batches_stand_for_all(trained, at):
         plain, _, token_gradient = share(trained(), batch)
         torch.testing.assert_close(loss, 0.7 * plain, rtol=1e-10, atol=0)
         assert relative_error(gradient, 0.7 * token_gradient) < 1e-9
-    places = [replace(batch_of(True), pieces=8, index=2 * place) for place in range(4)]
+    places = [replace(batch_of(True), step_micro_batches=8, index=2 * place) for place in range(4)]
     for step in range(20):  # one of a window
-        factors = [jacobian.penalty_factor(b, quarter.config, step) for b in places]
+        factors = [quarter.penalty.factor(b, step) for b in places]
         assert sorted(factors) == [0.0, 0.0, 0.0, 4.0]
 
 
 def test_as_many_samples_are_drawn_in_each_micro_batch(trained):
     """Whatever number of documents it holds, unless it holds fewer."""
-    config = trained(method="jsrr", penalty={"fraction": 0.25}).config
+    penalty = trained(method="jsrr", penalty={"fraction": 0.25}).penalty
     drawn = []
     for count in (1, 2, 3, 4):
         whole = batch_of(True)
-        part = whole.samples.take(range(count))
-        batch = replace(whole, samples=part.samples, step_samples=24, pieces=3)
-        drawn.append(jacobian.drawn(batch, config, 0))
+        part = whole.samples.subset(range(count))
+        batch = replace(whole, samples=part.tokens, step_samples=24, step_micro_batches=3)
+        drawn.append(penalty.drawn(batch, 0))
     assert drawn[:2] == [None, None]  # all that there are
-    assert [part.samples.count for part in drawn[2:]] == [2, 2]
+    assert [part.tokens.count for part in drawn[2:]] == [2, 2]
 
 
 def test_a_window_without_targets_has_a_loss_of_zero(trained):
@@ -319,8 +321,8 @@ def test_a_window_without_targets_has_a_loss_of_zero(trained):
     none = batch.__class__(
         batch.tokens, batch.positions[:0], batch.labels[:0], batch.samples, 0, 4, 1, 0, 31
     )
-    plan = Plan(0, [TURNS], 0.0, 0.0)
-    loss, _ = step_loss(StepLoss.share, none, plan, TURNS, 1)
+    plan = StepPlan(0, [TURNS], 0.0, 0.0)
+    loss, _ = step_loss(none, plan, TURNS, 1)
     loss.backward()
     assert float(loss) == 0.0
     assert all(not p.grad.any() for p in step_loss.parameters() if p.grad is not None)

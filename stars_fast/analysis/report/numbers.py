@@ -10,9 +10,9 @@ import numpy as np
 
 from stars_fast.analysis.measure import Measured
 from stars_fast.analysis.pca import Projection
-from stars_fast.analysis.summary import kinds, sequence, summarise
+from stars_fast.analysis.report.summary import kinds, sequence, summarise
+from stars_fast.analysis.report.words import verdict
 from stars_fast.analysis.trajectory import Trajectory, convergence_turns, overflow_turns
-from stars_fast.analysis.verdict import verdict
 
 
 def record(runs: Mapping[str, Measured], tol: float) -> dict[str, Any]:

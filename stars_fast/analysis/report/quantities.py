@@ -1,4 +1,4 @@
-"""What is shown of each turn: where its numbers are, what it means and how to read its picture."""
+"""Quantities of each turn: where the numbers are, what they mean, how to read the picture."""
 
 from __future__ import annotations
 

@@ -8,16 +8,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stars_fast.analysis.dynamics_figures import (
+from stars_fast.analysis.measure import PATHS, Measured, Plan
+from stars_fast.analysis.report.figures import (
     overview,
     paths_picture,
     quantity_picture,
     reach_of,
 )
-from stars_fast.analysis.measure import PATHS, Measured, Plan
-from stars_fast.analysis.page import Picture, page
-from stars_fast.analysis.quantities import QUANTITIES
-from stars_fast.analysis.record import record
+from stars_fast.analysis.report.numbers import record
+from stars_fast.analysis.report.page import Picture, page
+from stars_fast.analysis.report.quantities import QUANTITIES
 from stars_fast.analysis.subjects import Request
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
@@ -42,7 +42,8 @@ def write_report(
 
     runs: by label. plan, request: what was measured, and of what. tol: residual at rest.
 
-    Raises ConfigError if `out` can't be written.
+    Raises:
+        ConfigError: `out` can't be written.
     """
     found = record(runs, tol)
     settings = asdict(plan) | asdict(request) | {"device": str(request.device), "rest": tol}

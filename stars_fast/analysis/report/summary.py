@@ -1,4 +1,4 @@
-"""What the samples of a run do over the turns, and the run in one row of figures."""
+"""The motion of a run's samples over the turns, and the run in one row of figures."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ KINDS = {
     "cycles": "the state comes back to where it was after a period, and its steps don't shrink",
     "wanders": "none of the above",
 }
-"""What a sample can do; the first that holds counts."""
+"""Kinds of motion of a sample; the first that holds counts."""
 
 
 def kinds(found: Trajectory, tol: float) -> list[str]:
-    """What each sample does, one of `KINDS`; `tol` is the tolerance for the residual."""
+    """The kind of motion of each sample, of `KINDS`; `tol` is the tolerance for the residual."""
     half = found.turns // 2
     rest, over = convergence_turns(found.residual, tol), overflow_turns(found.finite)
     periods, steps = cycle_periods(found), found.residual * found.norm[:-1]
@@ -146,7 +146,7 @@ def summarise(found: Measured, tol: float) -> Summary:
 
 
 def median(values: Tensor) -> float | None:
-    """Of the finite ones; None if there are none."""
+    """The median of the finite values; None if there are none."""
     finite = values[values.isfinite()]
     return float(finite.quantile(0.5)) if len(finite) else None
 

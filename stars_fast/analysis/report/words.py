@@ -1,4 +1,4 @@
-"""What the numbers of an analysis say, in words."""
+"""The numbers of an analysis in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from stars_fast.analysis.measure import Measured
-from stars_fast.analysis.summary import Summary, cycle_periods, kinds, median
+from stars_fast.analysis.report.summary import Summary, cycle_periods, kinds, median
 from stars_fast.analysis.trajectory import Trajectory, overflow_turns
 
 EDGE = 0.02

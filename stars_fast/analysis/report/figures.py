@@ -11,8 +11,8 @@ import numpy as np
 
 from stars_fast.analysis.measure import Measured
 from stars_fast.analysis.pca import Projection
-from stars_fast.analysis.quantities import QUANTITIES, Quantity
-from stars_fast.analysis.summary import REST, quartiles
+from stars_fast.analysis.report.quantities import QUANTITIES, Quantity
+from stars_fast.analysis.report.summary import REST, quartiles
 from stars_fast.base.plots import (
     TrainedDepth,
     blank_figure,

@@ -1,0 +1,291 @@
+"""The ops as models call them: a `Tensor` gives a `Tensor`, a `Dual` gives a `Dual`.
+
+Here a stack is taken out of a pair and put back in, and `explain` is told which op ran; below, in
+`stars_fast.ops`, there are only stacks. A block that is written with these functions is written
+once, and a native model is.
+
+Shapes: B batch, H heads, S tokens, D width. Where an argument may carry a tangent, tensors and
+pairs mix: what is a plain tensor has a tangent of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stars_fast import ops
+from stars_fast.dual.layout import stack_pair
+from stars_fast.dual.registry import report
+from stars_fast.dual.tensor import Dual
+from stars_fast.ops.spans import Spans
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+
+def _on_pairs(carriers: int, kind: str = "fused") -> Callable[[Op], Op]:
+    """Decorator: a function of stacks that also takes pairs.
+
+    Args:
+        carriers: how many of the first arguments may carry a tangent.
+        kind: the word for it in `explain`.
+
+    The function has a last keyword `dual`, which callers leave alone: whether the carriers are
+    stacks [2, ...].
+    """
+
+    def decorate(function: Op) -> Op:
+        name = function.__name__
+
+        def of_stacks(given: tuple[Any, ...], args: tuple[Any, ...], options: dict) -> Any:
+            report(name, kind)
+            stacks = [x.stack if type(x) is Dual else _without_tangent(x) for x in given]
+            out = function(*stacks, *args, dual=True, **options)
+            return Dual.of_op(out) if type(out) is not tuple else tuple(map(Dual.of_op, out))
+
+        @wraps(function)
+        def of_one(x: Any, *args: Any, **options: Any) -> Any:
+            if type(x) is not Dual:
+                return function(x, *args, **options)
+            report(name, kind)
+            return Dual.of_op(function(x.stack, *args, dual=True, **options))
+
+        @wraps(function)
+        def of_several(*args: Any, **options: Any) -> Any:
+            for x in args[:carriers]:
+                if type(x) is Dual:
+                    return of_stacks(args[:carriers], args[carriers:], options)
+            return function(*args, **options)
+
+        return of_one if carriers == 1 else of_several  # type: ignore[return-value]
+
+    return decorate
+
+
+def _without_tangent(x: Tensor) -> Tensor:
+    return stack_pair(x, torch.zeros_like(x))
+
+
+@_on_pairs(1)
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    *,
+    dual: bool = False,
+) -> Tensor:
+    """RMSNorm over the last dimension, x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        x: [..., D], Tensor or Dual.
+        weight: [D] or None.
+        eps: added to the mean square.
+        dtype: of the result; x's by default.
+
+    Returns:
+        x's kind and shape; statistics are in fp32 for 16-bit inputs.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape, named.
+    """
+    return ops.rms_norm(x, weight, eps, dtype, dual=dual)
+
+
+@_on_pairs(1)
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, dual: bool = False
+) -> Tensor:
+    """LayerNorm over the last dimension.
+
+    Args:
+        x: [..., D], Tensor or Dual.
+        weight, bias: [D] or None.
+        eps: added to the variance.
+
+    Returns:
+        x's kind, shape and dtype; statistics are in fp32 for 16-bit inputs.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape, named.
+    """
+    return ops.layer_norm(x, weight, bias, eps, dual=dual)
+
+
+@_on_pairs(2)
+def sandwich(
+    branch: Tensor,
+    residual: Tensor,
+    weight_out: Tensor | None,
+    weight_in: Tensor,
+    eps_out: float,
+    eps_in: float,
+    *,
+    dual: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """h = residual + RMSNorm(branch) and RMSNorm(h), in one pass over memory.
+
+    Args:
+        branch: [..., D], Tensor or Dual: the output of a sub-layer; cast to residual's dtype.
+        residual: [..., D], Tensor or Dual.
+        weight_out: [D], of the norm on the branch; None for no norm there.
+        weight_in: [D], of the norm on the sum.
+        eps_out, eps_in: of the two norms.
+
+    Returns:
+        h, and the normed input of the next sub-layer, both of residual's shape and dtype.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape, named.
+    """
+    branch = branch.to(residual.dtype)
+    return ops.sandwich(branch, residual, weight_out, weight_in, eps_out, eps_in, dual=dual)
+
+
+@_on_pairs(2, "stacked")
+def add(x: Tensor, y: Tensor, *, dual: bool = False) -> Tensor:
+    """x + y, of tensors or pairs of one shape."""
+    return x + y
+
+
+@_on_pairs(1, "stacked")
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dual: bool = False) -> Tensor:
+    """x W^T + bias.
+
+    Args:
+        x: [..., D], Tensor or Dual.
+        weight: [E, D].
+        bias: [E] or None.
+
+    Returns:
+        [..., E], of x's kind.
+    """
+    if not dual or bias is None:
+        return F.linear(x, weight, bias)
+    return ops.add_bias(F.linear(x, weight), bias)
+
+
+@_on_pairs(2)
+def gated(g: Tensor, u: Tensor, activation: str = "silu", *, dual: bool = False) -> Tensor:
+    """f(g) * u.
+
+    Args:
+        g: [..., D], Tensor or Dual; goes through the activation.
+        u: g's shape and dtype.
+        activation: a key of `ops.pointwise.DERIVATIVES`.
+
+    Returns:
+        g's kind, shape and dtype.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, shape or name.
+    """
+    return ops.gated(g, u, activation, dual=dual)
+
+
+@_on_pairs(1)
+def pointwise(x: Tensor, activation: str, *, dual: bool = False) -> Tensor:
+    """f(x), elementwise.
+
+    Args:
+        x: Tensor or Dual of any shape.
+        activation: a key of `ops.pointwise.DERIVATIVES`.
+
+    Returns:
+        x's kind, shape and dtype.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or name.
+    """
+    return ops.pointwise(x, activation, dual=dual)
+
+
+@_on_pairs(1)
+def softmax(x: Tensor, *, dual: bool = False) -> Tensor:
+    """Softmax over the last dimension of x [..., D], Tensor or Dual; x's kind and shape.
+
+    Raises:
+        TypeError, ValueError: x has the wrong dtype or shape.
+    """
+    return ops.softmax(x, dual=dual)
+
+
+@_on_pairs(1, "stacked")
+def split_heads(x: Tensor, width: int, *, dual: bool = False) -> Tensor:
+    """[B, S, H * width] -> [B, H, S, width], a view; x is a Tensor or a Dual."""
+    return x.unflatten(-1, (-1, width)).transpose(-3, -2)
+
+
+@_on_pairs(1, "stacked")
+def merge_heads(x: Tensor, *, dual: bool = False) -> Tensor:
+    """[B, H, S, D] -> [B, S, H * D]; x is a Tensor or a Dual."""
+    return x.transpose(-3, -2).flatten(-2)
+
+
+@_on_pairs(1)
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, dual: bool = False) -> Tensor:
+    """x cos + rotate_half(x) sin: queries or keys, turned by their positions.
+
+    Args:
+        x: [B, H, S, D], Tensor or Dual, D even.
+        cos, sin: [B or 1, S, D]; they get no gradient.
+
+    Returns:
+        x's kind, shape and dtype.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    return ops.rotary(x, cos, sin)
+
+
+@_on_pairs(3)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    *,
+    spans: Spans | None = None,
+    dual: bool = False,
+) -> Tensor:
+    """Scaled-dot-product attention: the dual kernel for pairs, PyTorch's own for tensors.
+
+    Args:
+        q: [B, H, Sq, D], Tensor or Dual.
+        k, v: [B, Hkv, Sk, D], H a multiple of Hkv.
+        mask: broadcastable to [B, H, Sq, Sk]; boolean (True = attend) or added to the logits.
+        causal: keep key j for query i where j <= i.
+        scale: of the logits; D^-1/2 by default.
+        spans: the interval of keys of each query, instead of `mask` and `causal`.
+
+    Returns:
+        [B, H, Sq, D], of q's kind and dtype. Rows that see no key are 0 in pairs; in tensors they
+        are as PyTorch has them.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape, or `spans` with `mask` or
+            `causal`.
+    """
+    if dual:
+        return ops.attention(q, k, v, mask, causal, scale, spans=spans)
+    if spans is not None:
+        if mask is not None or causal:
+            raise ValueError("attention: spans must be None when mask or causal is given")
+        key = torch.arange(k.shape[-2], device=q.device)
+        first, stop = spans.queries[:, None].unsqueeze(-2).unbind(-1)
+        mask = (first <= key) & (key < stop)
+    elif causal and mask is not None:
+        seen = mask.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        is_boolean = mask.dtype == torch.bool
+        mask = mask & seen if is_boolean else mask.masked_fill(~seen, -torch.inf)
+        causal = False
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )

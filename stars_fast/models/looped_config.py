@@ -1,0 +1,71 @@
+"""Sizes and layout of a `LoopedLM`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from stars_fast.base.checks import check_integer
+
+PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")
+NORMS = ("layernorm", "rmsnorm", "simplenorm")
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+@dataclass
+class LoopedConfig:
+    """Sizes and layout of a `LoopedLM`; the defaults are the paper's addition model.
+
+    vocab_size: number of token ids.
+    max_length: longest sequence, in tokens (the positions are learned).
+    d_model: width of the states.
+    n_heads: attention heads; must divide d_model.
+    d_ff: width of the MLP.
+    n_layers: layers in the shared block.
+    n_prelude: layers with weights of their own before the first turn.
+    n_coda: layers with weights of their own after the last turn.
+    placement: of the norms: pre, post, pre-sandwich or post-sandwich.
+    norm: layernorm, rmsnorm, or simplenorm (LayerNorm without scale and shift).
+    activation: of the MLP: gelu, relu or silu.
+    dropout: probability in [0, 1), on embeddings and each sub-layer's output.
+
+    Raises:
+        ValueError: it names the first field that is out of range.
+    """
+
+    vocab_size: int
+    max_length: int
+    d_model: int = 512
+    n_heads: int = 8
+    d_ff: int = 1024
+    n_layers: int = 1
+    n_prelude: int = 0
+    n_coda: int = 0
+    placement: str = "post-sandwich"
+    norm: str = "layernorm"
+    activation: str = "gelu"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_length", "d_model", "n_heads", "d_ff", "n_layers"):
+            check_integer(name, getattr(self, name), 1)
+        for name in ("n_prelude", "n_coda"):
+            check_integer(name, getattr(self, name), 0)
+        if self.d_model % self.n_heads:
+            raise ValueError(
+                f"n_heads must divide d_model, got n_heads={self.n_heads}, d_model={self.d_model}"
+            )
+        for name, choices in (
+            ("placement", PLACEMENTS),
+            ("norm", NORMS),
+            ("activation", tuple(ACTIVATIONS)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")

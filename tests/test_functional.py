@@ -1,0 +1,163 @@
+"""The ops as models call them: tensors give tensors, pairs give pairs, and mixed they agree."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import cotangents, dual_of, randn, relative_error
+from tolerances import OPS
+from torch import nn
+
+from stars_fast import Dual, functional
+from stars_fast.dual.registry import observe
+from stars_fast.models.plain_linear import project
+from stars_fast.ops import reference
+from stars_fast.ops.spans import Spans
+
+D = 8
+COS, SIN = randn(1, 5, D, seed=3), randn(1, 5, D, seed=4)
+MASK = torch.tensor([[1, 1, 0, 1, 0]] * 5).bool() | torch.eye(5).bool()
+
+
+def sandwich(branch, residual, out, into, eps_out, eps_in):
+    h = residual + reference.rms_norm(branch, out, eps_out)
+    return h, reference.rms_norm(h, into, eps_in)
+
+
+def spanned(q, k, v):
+    return reference.attention(q, k, v, causal=True)
+
+
+HEADS = (2, 4, 5, D)
+KEYS = (2, 2, 5, D)
+SPANS = Spans.of_mask(torch.ones(1, 1, 5, 5).tril().bool())
+# Carriers, weights, what else is given -> the op, its plain form.
+CASES = {
+    "rms_norm": ([(3, D)], [(D,)], (1e-6,), functional.rms_norm, reference.rms_norm),
+    "layer_norm": ([(3, D)], [(D,), (D,)], (1e-5,), functional.layer_norm, reference.layer_norm),
+    "sandwich": ([(3, D), (3, D)], [(D,), (D,)], (1e-6, 1e-5), functional.sandwich, sandwich),
+    "add": ([(3, D), (3, D)], [], (), functional.add, torch.add),
+    "linear": ([(3, D)], [(4, D)], (), functional.linear, F.linear),
+    "linear, bias": ([(3, D)], [(4, D), (4,)], (), functional.linear, F.linear),
+    "gated": ([(3, D), (3, D)], [], ("silu",), functional.gated, reference.gated),
+    "pointwise": ([(3, D)], [], ("gelu",), functional.pointwise, reference.pointwise),
+    "softmax": ([(3, D)], [], (), functional.softmax, reference.softmax),
+    "split_heads": (
+        [(2, 5, 2 * D)], [], (D,), functional.split_heads,
+        lambda x, width: x.unflatten(-1, (2, width)).transpose(1, 2),
+    ),
+    "merge_heads": (
+        [HEADS], [], (), functional.merge_heads, lambda x: x.transpose(1, 2).reshape(2, 5, 4 * D)
+    ),
+    "rotary": (
+        [HEADS], [], (COS, SIN), functional.rotary, reference.rotary
+    ),
+    "attention": ([HEADS, KEYS, KEYS], [], (), functional.attention, reference.attention),
+    "attention, causal": (
+        [HEADS, KEYS, KEYS], [], (None, True), functional.attention, reference.attention
+    ),
+    "attention, mask": (
+        [HEADS, KEYS, KEYS], [], (MASK,), functional.attention, reference.attention
+    ),
+    "attention, mask and causal": (
+        [HEADS, KEYS, KEYS], [], (MASK, True), functional.attention, reference.attention
+    ),
+    "attention, spans": (
+        [HEADS, KEYS, KEYS], [], (),
+        lambda q, k, v: functional.attention(q, k, v, spans=SPANS), spanned,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    shapes, weights, rest, op, plain = CASES[request.param]
+    carriers = [randn(2, *shape, seed=i) for i, shape in enumerate(shapes)]
+    weights = [randn(*shape, seed=10 + i).requires_grad_() for i, shape in enumerate(weights)]
+    return op, plain, carriers, [*weights, *rest]
+
+
+def outputs(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def test_tensors_give_tensors(case):
+    op, plain, carriers, rest = case
+    primals = [stack[0].clone().requires_grad_() for stack in carriers]
+    for got, want in zip(
+        outputs(op(*primals, *rest)), outputs(plain(*primals, *rest)), strict=True
+    ):
+        assert type(got) is torch.Tensor
+        assert relative_error(got, want) < OPS[torch.float64]
+        bar = randn(*want.shape, seed=5)
+        grads = [torch.autograd.grad(y, primals, bar, retain_graph=True) for y in (got, want)]
+        for one, other in zip(*grads, strict=True):
+            assert relative_error(one, other) < OPS[torch.float64]
+
+
+@pytest.mark.parametrize("plain_from", [None, 1, 2], ids=["all pairs", "last plain", "two plain"])
+def test_pairs_give_pairs_with_every_cotangent(case, plain_from):
+    """Also where some of the tensors are plain, whose tangent is zero."""
+    op, plain, carriers, rest = case
+    kept = len(carriers) if plain_from is None else len(carriers) - plain_from
+    if kept < 1:
+        pytest.skip("no pair would be left")
+    leaves = [stack.clone().requires_grad_() for stack in carriers]
+    for i in range(kept, len(leaves)):
+        leaves[i] = leaves[i][0].detach().requires_grad_()
+    given = [Dual(x) if i < kept else x for i, x in enumerate(leaves)]
+    stacks = [
+        x if i < kept else torch.stack((x, torch.zeros_like(x))) for i, x in enumerate(leaves)
+    ]
+    weights = [x for x in rest if isinstance(x, torch.Tensor) and x.requires_grad]
+    got, want = outputs(op(*given, *rest)), outputs(dual_of(plain, stacks, rest))
+    for y, y_want in zip(got, want, strict=True):
+        assert type(y) is Dual
+        for half in range(2):
+            assert relative_error(y.stack[half], y_want[half]) < OPS[torch.float64]
+        for bar in cotangents(y_want.shape):
+            inputs = [*leaves, *weights]
+            options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            found = torch.autograd.grad(y.stack, inputs, bar, **options)
+            expected = torch.autograd.grad(y_want, inputs, bar, **options)
+            for x_bar, x_bar_want in zip(found, expected, strict=True):
+                assert relative_error(x_bar, x_bar_want) < 10 * OPS[torch.float64]
+
+
+def test_each_op_is_reported_once_and_of_pairs_alone(case):
+    op, _, carriers, rest = case
+    seen = []
+    stop = observe(lambda name, kind: seen.append((name, kind)))
+    try:
+        op(*(stack[0] for stack in carriers), *rest)
+        assert seen == []
+        op(*map(Dual, carriers), *rest)
+    finally:
+        stop()
+    assert [kind for _, kind in seen] in (["fused"], ["stacked"])
+    assert hasattr(functional, seen[0][0])
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "hooked", "adapted"])
+def test_a_projection_of_a_pair_is_its_module_s(kind):
+    module = nn.Linear(D, 4, bias=kind == "bias").double()
+    calls = []
+    if kind == "hooked":
+        module.register_forward_hook(lambda module, args, out: calls.append(1) or 2 * out)
+    if kind == "adapted":
+        module = nn.Sequential(module, nn.Tanh())
+    stack = randn(2, 3, D)
+    got = project(module, Dual(stack))
+    want = dual_of(module, [stack])
+    assert relative_error(got.stack, want) < OPS[torch.float64]
+    assert (len(calls) > 0) == (kind == "hooked")
+
+
+def test_arguments_that_do_not_fit_are_named():
+    x = randn(2, 3, D)
+    with pytest.raises(ValueError, match="weight"):
+        functional.rms_norm(Dual(x), randn(D + 1), 1e-6)
+    q = randn(1, 2, 5, D)
+    with pytest.raises(ValueError, match=r"spans .*None"):
+        functional.attention(q, q, q, causal=True, spans=SPANS)
+    with pytest.raises(TypeError, match="floating point"):
+        functional.rms_norm(torch.ones(3, D, dtype=torch.int64), None, 1e-6)
