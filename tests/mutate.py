@@ -66,8 +66,8 @@ MUTANTS = {
         ("tests/models", "tests/training/step"),
     ),
     "samples of a micro-batch weighed alike": Mutant(
-        "penalty = penalty * (factor * batch.share)",
-        "penalty = penalty * factor",
+        "value = value * (factor * batch.share)",
+        "value = value * factor",
         ("tests/training/step", "tests/training/run/test_runs.py"),
     ),
     "an entry that a kernel leaves unwritten": Mutant(
