@@ -41,15 +41,14 @@ def release_duals(block: Any) -> None:
     for module in modules_of(block):
         for held in (module.__dict__, module._buffers):
             for key, value in held.items():
-                kind = type(value)
-                if kind is Dual:
+                if type(value) is Dual:
                     held[key] = value.stack[0]
-                elif kind in _CONTAINERS and value and key not in _OWN:
+                elif type(value) in _CONTAINERS and value and key not in _OWN:
                     held[key] = _primals(value)
 
 
 _CONTAINERS = (list, tuple, dict)
-# What torch keeps on a module: parameters, modules, and the buffers, which are looked at themselves.
+# Torch's own: parameters, modules, and the buffers, which are looked at themselves.
 _OWN = {"_parameters", "_modules", "_buffers"}
 
 
