@@ -21,7 +21,7 @@ from torch import Tensor
 from stars_fast import ops
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import report
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.tensor import Dual, pair_of
 from stars_fast.ops.spans import Spans
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -45,14 +45,14 @@ def _on_pairs(carriers: int, kind: str = "fused") -> Callable[[Op], Op]:
             report(name, kind)
             stacks = [x.stack if type(x) is Dual else _without_tangent(x) for x in given]
             out = function(*stacks, *args, dual=True, **options)
-            return Dual.of_op(out) if type(out) is not tuple else tuple(map(Dual.of_op, out))
+            return pair_of(out) if type(out) is not tuple else tuple(map(pair_of, out))
 
         @wraps(function)
         def of_one(x: Any, *args: Any, **options: Any) -> Any:
             if type(x) is not Dual:
                 return function(x, *args, **options)
             report(name, kind)
-            return Dual.of_op(function(x.stack, *args, dual=True, **options))
+            return pair_of(function(x.stack, *args, dual=True, **options))
 
         @wraps(function)
         def of_several(*args: Any, **options: Any) -> Any:
@@ -218,6 +218,17 @@ def softmax(x: Tensor, *, dual: bool = False) -> Tensor:
 def split_heads(x: Tensor, width: int, *, dual: bool = False) -> Tensor:
     """[B, S, H * width] -> [B, H, S, width], a view; x is a Tensor or a Dual."""
     return x.unflatten(-1, (-1, width)).transpose(-3, -2)
+
+
+@_on_pairs(1, "stacked")
+def linear_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, dual: bool = False
+) -> Tensor:
+    """`split_heads(linear(x, weight, bias), width)`: [B, S, D] -> [B, H, S, width]."""
+    y = F.linear(x, weight) if dual else F.linear(x, weight, bias)
+    if dual and bias is not None:
+        y = ops.add_bias(y, bias)
+    return y.unflatten(-1, (-1, width)).transpose(-3, -2)
 
 
 @_on_pairs(1, "stacked")

@@ -38,6 +38,10 @@ CASES = {
     "add": ([(3, D), (3, D)], [], (), functional.add, torch.add),
     "linear": ([(3, D)], [(4, D)], (), functional.linear, F.linear),
     "linear, bias": ([(3, D)], [(4, D), (4,)], (), functional.linear, F.linear),
+    "linear_heads": (
+        [(2, 5, D)], [(2 * D, D), (2 * D,)], (D,), functional.linear_heads,
+        lambda x, w, b, width: F.linear(x, w, b).unflatten(-1, (2, width)).transpose(1, 2),
+    ),
     "gated": ([(3, D), (3, D)], [], ("silu",), functional.gated, reference.gated),
     "pointwise": ([(3, D)], [], ("gelu",), functional.pointwise, reference.pointwise),
     "softmax": ([(3, D)], [], (), functional.softmax, reference.softmax),

@@ -15,7 +15,7 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
     """The modules in a module, a bound method, a partial, a callable object, a closure, or named as
     globals by a function."""
     if isinstance(block, nn.Module):
-        yield from block.modules()
+        yield from _within(block)
         return
     if not depth or isinstance(block, type):
         return
@@ -35,21 +35,40 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
                 yield from modules_of(part, depth - 1)
 
 
+def _within(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those inside, each once: `module.modules()` without its names, which a pass of
+    a deep block has no time for."""
+    seen = {module}
+    todo = [module]
+    for each in todo:
+        yield each
+        for inner in each._modules.values():
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                todo.append(inner)
+
+
 def release_duals(block: Any) -> None:
     """Leave no Dual behind on the modules of a block: what a forward stored there, such as a
     running mean or an auxiliary loss, becomes its primal."""
     for module in modules_of(block):
-        for held in (module.__dict__, module._buffers):
-            for key, value in held.items():
-                if type(value) is Dual:
-                    held[key] = value.stack[0]
-                elif type(value) in _CONTAINERS and value and key not in _OWN:
-                    held[key] = _primals(value)
+        own = module.__dict__
+        for key in own.keys() - _TORCHS:
+            own[key] = _released(own[key])
+        buffers: dict[str, Any] = module._buffers
+        for key in buffers:
+            buffers[key] = _released(buffers[key])
 
 
 _CONTAINERS = (list, tuple, dict)
-# Torch's own: parameters, modules, and the buffers, which are looked at themselves.
-_OWN = {"_parameters", "_modules", "_buffers"}
+# Attributes that torch gives every module; the buffers are looked at themselves.
+_TORCHS = frozenset(nn.Module().__dict__)
+
+
+def _released(value: Any) -> Any:
+    if type(value) is Dual:
+        return value.stack[0]
+    return _primals(value) if type(value) in _CONTAINERS and value else value
 
 
 def _primals(value: Any) -> Any:

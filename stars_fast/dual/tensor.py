@@ -75,20 +75,6 @@ class Dual(torch.Tensor):
         return self
 
     @classmethod
-    def of_op(cls, stack: Tensor) -> Dual:
-        """The Dual of a stack that an op of this package gave, which needs no check."""
-        self = _wrapper(
-            cls,
-            stack.shape[1:],
-            dtype=stack.dtype,
-            device=stack.device,
-            requires_grad=stack.requires_grad,
-        )
-        self.stack = stack
-        self.owner = state.running
-        return self
-
-    @classmethod
     def waiting(cls, step: Any) -> Dual:
         """A Dual whose stack `step` (a `recognition.steps.Step`) will give."""
         self = _wrapper(
@@ -156,6 +142,15 @@ class Dual(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError("stars_fast: a Dual lives inside one pass and can't be pickled")
+
+
+def pair_of(stack: Tensor) -> Dual:
+    """The Dual of a stack that an op of this package gave, which needs no check."""
+    dtype, device, grad = stack.dtype, stack.device, stack.requires_grad
+    pair = _wrapper(Dual, stack.shape[1:], dtype=dtype, device=device, requires_grad=grad)
+    pair.stack = stack
+    pair.owner = state.running
+    return pair
 
 
 def respond(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:

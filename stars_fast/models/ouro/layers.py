@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
 from stars_fast.models.ouro.config import ACTIVATIONS, OuroConfig
-from stars_fast.models.plain_linear import project
+from stars_fast.models.plain_linear import project, project_heads
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -62,7 +62,7 @@ class OuroAttention(nn.Module):
     def forward(self, x: Tensor, context: Context, turn: int) -> Tensor:
         context = context.on(x.device)
         maps = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (functional.split_heads(project(each, x), self.head_dim) for each in maps)
+        q, k, v = (project_heads(each, x, self.head_dim) for each in maps)
         q, k = (functional.rotary(each, context.cos, context.sin) for each in (q, k))
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, context.rows)
