@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
+from types import CodeType
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ if not torch.cuda.is_available():
 
 SLOW = 5  # seconds of CPU time, which a busy machine changes less than the clock's
 SPREAD = ("test_every_op", "test_fuzz")  # files whose tests share nothing
+MODULES = {"torch", "F", "nn", "np", "functional", "special", "fft"}  # said in no id
 BEGAN = pytest.StashKey[float]()
 
 
@@ -32,6 +34,33 @@ def cpu_time():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+
+
+def pytest_make_parametrize_id(val, argname):
+    """Ids that read: what a lambda calls, what a mapping or a list holds, the name of a number."""
+    if isinstance(val, (bool, int, float)):
+        return f"{argname}={val}"
+    if isinstance(val, (dict, list, tuple, set)) or getattr(val, "__name__", "") == "<lambda>":
+        return f"{words(val)[:80] or 'none'}"
+    return None
+
+
+def words(x):
+    """A value in words that are the same in every process."""
+    if isinstance(x, dict):
+        return ",".join(f"{words(key)}={words(value)}" for key, value in x.items())
+    if isinstance(x, (list, tuple)):
+        return "-".join(map(words, x))
+    if isinstance(x, (set, frozenset)):
+        return "-".join(sorted(map(words, x)))
+    if hasattr(x, "__code__"):
+        x = x.__code__
+    if isinstance(x, CodeType):
+        names = [name for name in (*x.co_freevars, *x.co_names) if name not in MODULES]
+        return "-".join([*names, *(words(each) for each in x.co_consts if each is not None)])
+    if x is None or isinstance(x, (str, bytes, bool, int, float, complex, torch.dtype)):
+        return str(x).removeprefix("torch.")
+    return getattr(x, "__name__", type(x).__name__)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -63,7 +63,7 @@ MUTANTS = {
     "a law of depths that is shifted": Mutant(
         "np.log(k + 0.5) - self.mu",
         "np.log(k + 1) - self.mu",
-        ("tests/models", "tests/training/step"),
+        ("tests/training/step/test_depth.py",),
     ),
     "samples of a micro-batch weighed alike": Mutant(
         "value = value * (factor * batch.share)",

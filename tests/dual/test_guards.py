@@ -66,7 +66,6 @@ def written(f):
         lambda x: x.__setitem__(torch.tensor([2, 0]), x[:2].clone().cos()),
         lambda x: x.__setitem__(x > 0, 1.0),
     ],
-    ids=range(21),
 )
 def test_in_place_ops_are_right_through_views(write):
     check(written(write), 3, 4)
@@ -381,7 +380,6 @@ def test_heads_that_do_not_fit_are_named():
             training=False,
         )[0][:, 0],
     ],
-    ids=range(16),
 )
 def test_unusual_forms_are_right(f):
     check(f, 3, 4)
@@ -419,7 +417,6 @@ def test_dimensions_that_would_hit_the_pair_are_refused():
         lambda x: x.masked_fill_(x > 0, 1.0),
         lambda x: x.fill_(2.0),
     ],
-    ids=range(4),
 )
 def test_more_in_place_ops(write):
     check(written(write), 3, 4)

@@ -66,7 +66,6 @@ def test_products_with_zeros():
         lambda h: BASE.put(torch.tensor([0, 5]), h[0, :2]),
         lambda h: F.embedding(torch.tensor([[0, 1], [2, 0]]), h),
     ],
-    ids=range(8),
 )
 def test_other_writes_into_places(f):
     assert_matches_differences(f, state(3, 4))
@@ -150,7 +149,6 @@ BATCHES.running_var.uniform_(0.5, 2)
         lambda h: CONV(last(h)).flatten(1),
         lambda h: CONV(last(h)).mean((2, 3)),
     ],
-    ids=range(24),
 )
 def test_channels_last(f):
     assert_matches_differences(f, state(2, 3, 5, 6))

@@ -608,7 +608,6 @@ class Encoder(nn.Module):
         (huginn, {"layers": slice(1)}, ValueError, "layers: expected None"),
         (huginn, {"cu_seqlens": documents(2, 4)}, ValueError, "cu_seqlens: expected None for Hug"),
     ],
-    ids=range(15),
 )
 def test_what_can_not_be_a_block(make, options, error, message):
     with pytest.raises(error, match=message):
@@ -663,7 +662,6 @@ def test_what_can_not_be_a_block(make, options, error, message):
             "attention_mask: Huginn takes no attention mask.*before or between",
         ),
     ],
-    ids=range(14),
 )
 def test_what_can_not_be_given_at_the_call(make, options, error, message):
     block = looped_block(make())
