@@ -172,12 +172,12 @@ def _change_stance() -> Callable[[], None]:
 
 _functions = _Change(_change_functions)
 _stance = _Change(_change_stance)
-checkpoints = _Change(_change_checkpoints)
+noted_checkpoints = _Change(_change_checkpoints)
 """The region in which checkpointing notes whether formulas are looked for, and which pass runs."""
 
 
 @contextmanager
 def surroundings() -> Iterator[None]:
     """The region of one dual pass; passes of several threads share what is changed."""
-    with checkpoints, _functions, _stance:
+    with noted_checkpoints, _functions, _stance:
         yield

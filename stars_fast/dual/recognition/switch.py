@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stars_fast.dual.patches import checkpoints
+from stars_fast.dual.patches import noted_checkpoints
 from stars_fast.dual.running import recognising, settle_all
 
 
@@ -26,5 +26,5 @@ def recognition(enabled: bool) -> Iterator[None]:
     if not isinstance(enabled, bool):
         raise TypeError(f"enabled: expected True or False, got {enabled!r}")
     settle_all()
-    with checkpoints, recognising(enabled):
+    with noted_checkpoints, recognising(enabled):
         yield

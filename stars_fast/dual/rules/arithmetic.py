@@ -49,7 +49,7 @@ def _linear_sum(input: Any, other: Any, alpha: Any) -> Dual:
 
 
 @rule("add", "__add__", kind="stacked")
-def add(input: Any, other: Any, *, alpha: Any = 1) -> Dual:
+def addition_rule(input: Any, other: Any, *, alpha: Any = 1) -> Dual:
     return _linear_sum(input, other, alpha)
 
 

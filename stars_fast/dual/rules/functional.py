@@ -32,7 +32,7 @@ def eager_dtype(func: Any, x: Tensor, shape: tuple[int, ...] = (0,)) -> torch.dt
 
 
 @rule("linear", kind="stacked")
-def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+def linear_rule(input: Any, weight: Any, bias: Any = None) -> Any:
     if type(weight) is Dual or type(bias) is Dual or type(input) is not Dual:
         y = torch.matmul(input, weight.mT if weight.dim() > 1 else weight)
         return y if bias is None else y + bias.to(y.dtype)
@@ -133,7 +133,7 @@ def dropout(input: Dual, p: float = 0.5, training: bool = True, inplace: bool = 
 
 
 @rule("softmax", kind="fused")
-def softmax(
+def softmax_rule(
     input: Dual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Dual:
     if isinstance(_stacklevel, torch.dtype):  # Tensor.softmax(dim, dtype)
@@ -151,7 +151,7 @@ def softmax(
 
 
 @rule("log_softmax", kind="fused")
-def log_softmax(
+def log_softmax_rule(
     input: Dual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> Dual:
     if isinstance(_stacklevel, torch.dtype):
@@ -201,7 +201,7 @@ def _flat(weight: Tensor | None) -> Tensor | None:
 
 
 @rule("layer_norm", kind="fused")
-def layer_norm(
+def layer_norm_rule(
     input: Dual,
     normalized_shape: Any,
     weight: Any = None,
@@ -220,7 +220,7 @@ def layer_norm(
 
 
 @rule("rms_norm", kind="fused")
-def rms_norm(
+def rms_norm_rule(
     input: Dual, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Any:
     if eps is None:  # as torch: of the dtype that it computes in

@@ -80,7 +80,7 @@ def shape(input: Dual) -> torch.Size:
 
 
 @rule("size", kind="primal")
-def size(input: Dual, dim: int | None = None) -> Any:
+def size_rule(input: Dual, dim: int | None = None) -> Any:
     return input.stack.shape[1:] if dim is None else input.stack.shape[1:][dim]
 
 

@@ -79,7 +79,7 @@ def reshape_as(input: Any, other: Tensor) -> Any:
 
 
 @rule("flatten", kind="stacked")
-def flatten(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
+def flatten_rule(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
     if input.stack.dim() == 1:
         return Dual(input.stack.unsqueeze(1))
     first, last = (shift(dim, input.stack) % input.stack.dim() for dim in (start_dim, end_dim))

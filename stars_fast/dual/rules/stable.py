@@ -16,8 +16,10 @@ from stars_fast.dual.precision import widened
 from stars_fast.dual.rule import rule
 from stars_fast.dual.rules.arithmetic import split_pair
 from stars_fast.dual.rules.functional import eager_dtype
+from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import Dual, primal_of
 from stars_fast.ops.determinant import determinant
+from stars_fast.ops.scan import logcumsumexp as dual_logcumsumexp
 
 
 def _sum_of(*terms: tuple[Tensor, Tensor | None]) -> Any:
@@ -110,6 +112,24 @@ def _product_dtype(func: Any, input: Dual, dtype: torch.dtype | None) -> torch.d
     if dtype is not None:
         return dtype
     return func(torch.empty(1, dtype=input.dtype, device=input.device), 0).dtype
+
+
+# -- running sums
+
+
+@rule("logcumsumexp", kind="product")
+def logcumsumexp_rule(input: Dual, dim: int) -> Dual:
+    if input.stack.is_complex():
+        raise RuntimeError(
+            "stars_fast: logcumsumexp of a complex tensor with a tangent is not stable in torch; "
+            "take the logarithm of a cumsum, or split it into modulus and angle"
+        )
+    if input.stack.dim() == 1:
+        shift(dim, input.stack.unsqueeze(1))
+        return Dual(dual_logcumsumexp(input.stack.unsqueeze(1)).squeeze(1))
+    axis = shift(dim, input.stack)
+    scanned = dual_logcumsumexp(input.stack.transpose(axis, -1))
+    return Dual(scanned.transpose(axis, -1).contiguous())
 
 
 # -- losses
