@@ -191,8 +191,8 @@ def study_runs(
     part = study.scales[scale]
     base = read_recipe(part.base)
     everywhere = parse_overrides(words, base)
-    varied = {path for cell in part.cells for path in tree.flatten(cell.fields)}
-    for path in tree.flatten(everywhere):
+    varied = {path for cell in part.cells for path in tree.flat_mapping(cell.fields)}
+    for path in tree.flat_mapping(everywhere):
         if path in OWN:
             raise ConfigError(f"--{path} is set by the study; see --seeds and --out")
         if path in varied:
@@ -208,7 +208,7 @@ def study_runs(
                 config = config_from(tree.merge(tree.merge(shared, cell.fields), place))
             except ConfigError as error:
                 raise ConfigError(f"{study.name}, {label_of(cell.levels)}: {error}") from error
-            runs.append(StudyRun(cell.levels, seed, tree.flatten(cell.fields), config))
+            runs.append(StudyRun(cell.levels, seed, tree.flat_mapping(cell.fields), config))
     return runs
 
 

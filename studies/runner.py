@@ -34,8 +34,8 @@ def check_folders(runs: Sequence[StudyRun]) -> None:
         folder = RunFolder(run.folder)
         if not folder.config.exists():
             continue
-        before = tree.flatten(tree.to_dict(load_config(str(folder.config))))
-        now = tree.flatten(tree.to_dict(run.config))
+        before = tree.flat_mapping(tree.to_dict(load_config(str(folder.config))))
+        now = tree.flat_mapping(tree.to_dict(run.config))
         changed = [
             f"{name} was {before.get(name)} and is {now.get(name)}"
             for name in sorted({*before, *now} - MAY_DIFFER)

@@ -17,7 +17,8 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-PACKAGE = Path(__file__).parents[1] / "stars_fast"
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("stars_fast", "benchmarks", "studies")
 AGAINST = "2.11.0, 2.13.0 and 2.14.1"
 
 
@@ -62,11 +63,11 @@ def names_in(tree):
 
 @functools.cache
 def in_use():
-    """Private name of torch -> files of the package that have it."""
+    """Private name of torch -> files that have it."""
     files = defaultdict(set)
-    for path in PACKAGE.rglob("*.py"):
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for name in names_in(ast.parse(path.read_text())):
-            files[name].add(path.relative_to(PACKAGE.parent).as_posix())
+            files[name].add(path.relative_to(ROOT).as_posix())
     return files
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.analysis.jacobian import Spectrum, finite_samples, spectrum
-from stars_fast.analysis.pca import Projection, project
+from stars_fast.analysis.pca import Projection, principal_plane
 from stars_fast.analysis.spectrum import spectral_radius
 from stars_fast.analysis.subjects import Subject
 from stars_fast.analysis.trajectory import Trajectory, trajectory
@@ -207,4 +207,4 @@ def _tail(paths: np.ndarray) -> np.ndarray:
 
 def _plane(paths: np.ndarray, origin: np.ndarray | None = None) -> Projection | None:
     points = np.isfinite(paths).all(-1).sum()
-    return project(paths, origin=origin) if points >= 2 else None
+    return principal_plane(paths, origin=origin) if points >= 2 else None

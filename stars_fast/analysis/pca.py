@@ -22,7 +22,9 @@ class Projection(NamedTuple):
     origin: np.ndarray
 
 
-def project(paths: np.ndarray, components: int = 2, origin: np.ndarray | None = None) -> Projection:
+def principal_plane(
+    paths: np.ndarray, components: int = 2, origin: np.ndarray | None = None
+) -> Projection:
     """Principal components of paths [N, T + 1, D], all points of all samples together.
 
     The sign of an axis is such that its largest entry is positive. Points that are not finite are

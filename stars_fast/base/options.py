@@ -14,7 +14,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def numbers(text: str) -> list[int]:
+def number_list(text: str) -> list[int]:
     """Positive integers between commas, at least one; what comes again counts once.
 
     Raises:

@@ -100,12 +100,12 @@ def leaves(cls: type, where: str = "") -> dict[str, Field]:
     return found
 
 
-def flatten(mapping: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+def flat_mapping(mapping: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Nested mappings as one mapping of dotted paths."""
     flat: dict[str, Any] = {}
     for key, value in mapping.items():
         path = _join(where, key)
-        flat |= flatten(value, path) if isinstance(value, Mapping) else {path: value}
+        flat |= flat_mapping(value, path) if isinstance(value, Mapping) else {path: value}
     return flat
 
 

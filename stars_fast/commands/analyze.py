@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stars_fast.base.options import numbers, positive
+from stars_fast.base.options import number_list, positive
 
 if TYPE_CHECKING:
     from stars_fast.analysis.measure import Measured
@@ -48,7 +48,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     add("--samples", type=positive, default=32, metavar="N", help="samples (default 32)")
     add(
         "--jacobian-at",
-        type=numbers,
+        type=number_list,
         metavar="1,2,4",
         help="turns after which the Jacobian is taken, besides --turns (default "
         f"{','.join(map(str, JACOBIAN_AT))})",
@@ -84,7 +84,7 @@ def _tolerance(text: str) -> float:
 
 def _analyze(options: argparse.Namespace) -> int:
     from stars_fast.analysis.measure import Plan, measure
-    from stars_fast.analysis.report.writing import write_report
+    from stars_fast.analysis.report.writing import write_analysis
     from stars_fast.analysis.subjects import Request, find_subject
     from stars_fast.base.optional import need
     from stars_fast.evaluation.loading import device_for, make_folder
@@ -114,7 +114,7 @@ def _analyze(options: argparse.Namespace) -> int:
         label = names[subject.source]
         print(f"{label}: {subject.what}", file=sys.stderr)
         runs[label] = measure(subject, plan, lambda text: print(f"  {text}", file=sys.stderr))
-    found = write_report(runs, out, plan, request, options.tol)
+    found = write_analysis(runs, out, plan, request, options.tol)
     for label, run in found.items():
         print(f"{label}: {run['verdict']}")
     print(f"written: {out / 'analysis.html'}, and with it analysis.json, analysis.png, paths.png")

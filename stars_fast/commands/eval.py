@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.options import numbers, positive
+from stars_fast.base.options import number_list, positive
 
 ADDITION, TASKS, TEXT = "runs of the addition study", "--tasks", "--text"
 
@@ -94,7 +94,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("runs", nargs="+", metavar="DIR", help="run folder, or an Ouro checkpoint")
     add(
-        "--turns", type=numbers, metavar="1,2,4",
+        "--turns", type=number_list, metavar="1,2,4",
         help="numbers of turns (default 1,2,4,8,16,32,64,100 for addition, 1,2,4,8 for tasks, "
         "1,2,4,8,16 for a text)",
     )  # fmt: skip

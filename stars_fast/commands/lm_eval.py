@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stars_fast.base.optional import need
-from stars_fast.evaluation.harness import TASKS
+from stars_fast.evaluation.harness import TASK_FOLDER
 
 
 def main(words: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(words: Sequence[str]) -> int:
     finally:
         sys.argv = before
     if hasattr(args, "include_path"):
-        args.include_path = [str(TASKS), *_own_tasks(args)]
+        args.include_path = [str(TASK_FOLDER), *_own_tasks(args)]
     parser.execute(args)
     return 0
 

@@ -8,7 +8,7 @@ from typing import Any
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 
-TASKS = Path(__file__).parent / "tasks"
+TASK_FOLDER = Path(__file__).parent / "tasks"
 """Our tasks, as lm-eval's YAML files."""
 
 SEED = 1234
@@ -38,7 +38,7 @@ def index_tasks(tasks: Sequence[str], option: str) -> Any:
 
 @cache
 def _index(manager: Any) -> Any:
-    return manager(include_path=str(TASKS))
+    return manager(include_path=str(TASK_FOLDER))
 
 
 def is_yaml(task: str) -> bool:

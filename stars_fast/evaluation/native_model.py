@@ -13,7 +13,7 @@ from stars_fast.evaluation.loading import device_for
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.saved import ModelSource, load_model, load_tokenizer
 
-BATCH = 16
+NATIVE_BATCH = 16
 """Sequences in a forward pass by default."""
 
 
@@ -37,7 +37,7 @@ class NativeModel:
             self._model = StarsFastLM(
                 model,
                 tokenizer=self.tokenizer,
-                batch_size=self.options.batch_size or BATCH,
+                batch_size=self.options.batch_size or NATIVE_BATCH,
                 tol_per=self.options.tol_per,
             )
             if accelerator:

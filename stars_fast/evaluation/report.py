@@ -57,7 +57,7 @@ def labels_of(names: dict[str, str]) -> dict[str, str]:
     return {path: name if count(name) == 1 else path for path, name in names.items()}
 
 
-def write_report(
+def write_sweep(
     out: Path,
     results: Sequence[Result],
     sources: Sequence[ModelSource],
@@ -78,7 +78,7 @@ def write_report(
     write_text(out / "results.json", json.dumps(written, indent=2) + "\n")
     if not final:
         return
-    text = table(results)
+    text = markdown_table(results)
     write_text(out / "results.md", text + "\n")
     print(text)
     trained = {names[source.path]: source.trained for source in sources}
@@ -86,7 +86,7 @@ def write_report(
     print("written:", ", ".join(map(str, [out / "results.json", out / "results.md", *figures])))
 
 
-def table(results: Sequence[Result]) -> str:
+def markdown_table(results: Sequence[Result]) -> str:
     """In markdown, as the paper's: a row a model and number of turns, a column a task and their
     average; accuracy in percent with its standard error."""
     tasks = _tasks(results)

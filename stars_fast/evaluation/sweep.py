@@ -17,7 +17,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.evaluation.benchmarks import OpenTask, open_tasks
 from stars_fast.evaluation.loading import make_folder
 from stars_fast.evaluation.native_model import NativeModel
-from stars_fast.evaluation.report import Result, labels_of, write_report
+from stars_fast.evaluation.report import Result, labels_of, write_sweep
 from stars_fast.evaluation.setting import Setting, evaluate_setting
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.evaluation.vllm_model import VllmModel
@@ -61,10 +61,10 @@ def run_sweep(options: SweepOptions) -> list[Result]:
             found.append(result)
             _warn(result, options.cap)
             _say(f"{result.model} {setting.name}: {result.summary}")
-            write_report(out, found, sources, names, options, final=False)
+            write_sweep(out, found, sources, names, options, final=False)
         model.close()
     if found:
-        write_report(out, found, sources, names, options, final=True)
+        write_sweep(out, found, sources, names, options, final=True)
     return found
 
 

@@ -15,7 +15,7 @@ from stars_fast.evaluation.recording import Recording
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.saved import ModelSource, load_tokenizer
 
-BATCH = 256
+VLLM_BATCH = 256
 """Prompts handed to vLLM at once by default. It makes the batches of its passes itself; but what it
 was handed is kept once all of it is done, so all prompts of a task would be too many."""
 
@@ -67,7 +67,7 @@ def vllm_arguments(source: ModelSource, options: SweepOptions, turns: int) -> di
     return {
         "pretrained": source.path,
         "dtype": options.dtype or "auto",
-        "batch_size": options.batch_size or BATCH,
+        "batch_size": options.batch_size or VLLM_BATCH,
         "max_gen_toks": options.cap,
         "hf_overrides": {"total_ut_steps": turns},
     }

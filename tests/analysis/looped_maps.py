@@ -29,7 +29,7 @@ class MapLoop(Loop):
         rows = h.flatten(0, 1).index_select(0, batch.positions)
         return rows.square().mean(1).sum() / count
 
-    logits = layers = outside_block = turn_flops = None
+    logits = layers = outside_block = turn_flops = vocabulary = None
 
 
 class Drawn:

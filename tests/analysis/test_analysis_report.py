@@ -25,7 +25,7 @@ from stars_fast.analysis.report.numbers import record
 from stars_fast.analysis.report.page import page
 from stars_fast.analysis.report.quantities import QUANTITIES
 from stars_fast.analysis.report.summary import quartiles
-from stars_fast.analysis.report.writing import pictures, write_report
+from stars_fast.analysis.report.writing import pictures, write_analysis
 from stars_fast.analysis.subjects import Request
 from stars_fast.analysis.trajectory import convergence_turns
 from stars_fast.base.errors import ConfigError
@@ -48,7 +48,7 @@ def runs():
 @pytest.fixture(scope="module")
 def folder(runs, tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
-    write_report(runs, out, PLAN, Request(), 1e-3)
+    write_analysis(runs, out, PLAN, Request(), 1e-3)
     return out
 
 
@@ -225,11 +225,13 @@ def test_the_numbers_are_kept_if_the_pictures_fail(runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr("stars_fast.analysis.report.writing.overview", fails)
     with pytest.raises(MemoryError):
-        write_report({"cycle": runs["cycle"]}, tmp_path, PLAN, Request(), 1e-3)
+        write_analysis({"cycle": runs["cycle"]}, tmp_path, PLAN, Request(), 1e-3)
     assert json.loads((tmp_path / "analysis.json").read_text())["runs"]["cycle"]["samples"] == 4
 
 
 def test_a_folder_that_cannot_be_written_is_named(runs, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--out: can't write to .*file/deeper"):
-        write_report({"cycle": runs["cycle"]}, tmp_path / "file" / "deeper", PLAN, Request(), 1e-3)
+        write_analysis(
+            {"cycle": runs["cycle"]}, tmp_path / "file" / "deeper", PLAN, Request(), 1e-3
+        )

@@ -12,7 +12,7 @@ from looped_maps import MapLoop, rotation, subject
 
 from stars_fast.analysis.jacobian import spectrum
 from stars_fast.analysis.measure import Plan, measure
-from stars_fast.analysis.report.summary import cycle_periods, kinds, median, quartiles, summarise
+from stars_fast.analysis.report.summary import cycle_periods, median, motions, quartiles, summarise
 from stars_fast.analysis.report.words import verdict
 from stars_fast.analysis.trajectory import trajectory
 
@@ -48,13 +48,13 @@ def drift(h):
     ],
 )
 def test_every_kind_of_motion_has_its_name(block, kind):
-    assert kinds(moved(block), TOL) == [kind] * 3
+    assert motions(moved(block), TOL) == [kind] * 3
 
 
 def test_a_steady_drift_does_not_come_to_rest_however_small_its_steps_against_it():
     found = moved(drift, turns=1500)
     assert found.residual[-1].max() < TOL
-    assert kinds(found, TOL) == ["grows"] * 3
+    assert motions(found, TOL) == ["grows"] * 3
 
 
 @pytest.mark.parametrize("period", [2, 3, 7, 12])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stars_fast.analysis.pca import project
+from stars_fast.analysis.pca import principal_plane
 
 
 def in_a_plane(rng, width=7):
@@ -17,7 +17,7 @@ def in_a_plane(rng, width=7):
 
 def test_the_plane_is_found_and_holds_everything():
     paths, axes, coordinates, origin = in_a_plane(np.random.default_rng(0))
-    found = project(paths)
+    found = principal_plane(paths)
     assert found.points.shape == (4, 9, 2)
     np.testing.assert_allclose(found.explained.sum(), 1.0)
     assert found.explained[0] > found.explained[1]
@@ -32,14 +32,14 @@ def test_the_plane_is_found_and_holds_everything():
 
 def test_the_sign_does_not_depend_on_the_solver():
     paths = in_a_plane(np.random.default_rng(1))[0]
-    for axis in project(paths).axes:
+    for axis in principal_plane(paths).axes:
         assert axis[np.abs(axis).argmax()] > 0
 
 
 def test_about_an_origin_it_keeps_its_place():
     paths = in_a_plane(np.random.default_rng(2))[0]
     ends = paths - paths[:, -1:]
-    found = project(ends, origin=np.zeros(7))
+    found = principal_plane(ends, origin=np.zeros(7))
     np.testing.assert_allclose(found.points[:, -1], 0, atol=1e-12)
     np.testing.assert_allclose(found.points @ found.axes, ends, atol=1e-12)
 
@@ -49,7 +49,7 @@ def test_points_that_are_not_finite_are_left_out():
     broken = paths.copy()
     broken[2, 5:] = np.inf
     broken[1, 3, 0] = np.nan
-    found = project(broken)
+    found = principal_plane(broken)
     lost = np.isnan(found.points).any(-1)
     assert lost.sum() == 5
     assert lost[2, 5:].all()
@@ -59,13 +59,13 @@ def test_points_that_are_not_finite_are_left_out():
 
 def test_a_path_that_runs_away_does_not_overflow():
     paths = 2.0 ** np.arange(0, 900, 100)[None, :, None] * np.ones((1, 1, 3))
-    found = project(paths)
+    found = principal_plane(paths)
     assert np.isfinite(found.points).all()
     np.testing.assert_allclose(found.explained, [1, 0], atol=1e-9)
 
 
 def test_paths_that_do_not_move_explain_nothing():
-    found = project(np.ones((2, 3, 4)))
+    found = principal_plane(np.ones((2, 3, 4)))
     assert found.explained.tolist() == [0, 0]
     np.testing.assert_allclose(found.points, 0)
 
@@ -81,4 +81,4 @@ def test_paths_that_do_not_move_explain_nothing():
 )
 def test_mistakes_are_named(paths, components, message):
     with pytest.raises(ValueError, match=message):
-        project(paths, components)
+        principal_plane(paths, components)

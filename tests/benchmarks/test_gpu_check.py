@@ -60,7 +60,7 @@ def run(script, monkeypatch, tmp_path, seconds, **stages):
     options = argparse.Namespace(only=None, seconds=seconds, device="cpu", small=True)
     data = script.run_all(options, tmp_path / "gpu.json")
     assert data == json.loads((tmp_path / "gpu.json").read_text())
-    return data, script.summary(data)
+    return data, script.stage_lines(data)
 
 
 def good(report, device, small):

@@ -8,7 +8,7 @@ from benchmark_data import SUMS, row_of, write_all, write_rows
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.evaluation.benchmarks import BENCHMARKS, open_tasks
-from stars_fast.evaluation.harness import TASKS, index_tasks
+from stars_fast.evaluation.harness import TASK_FOLDER, index_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 pytest.importorskip("math_verify", reason="math-verify is not installed")
@@ -70,12 +70,12 @@ def test_our_tasks_hold_more_than_lm_evals_default_of_256_tokens_and_hide_none_o
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    own = {path.stem: load_yaml(path) for path in TASKS.glob("*.yaml")}
+    own = {path.stem: load_yaml(path) for path in TASK_FOLDER.glob("*.yaml")}
     assert set(own) == {"asdiv", "svamp", "amc23", "gsm8k"}
     assert {task["generation_kwargs"]["max_gen_toks"] for task in own.values()} == {2048}
     theirs = Path(lm_eval.tasks.__file__).parent
     entries = index_tasks([], "--tasks").task_index
-    assert {entries[task["task"]].yaml_path.parent for task in own.values()} == {TASKS}
+    assert {entries[task["task"]].yaml_path.parent for task in own.values()} == {TASK_FOLDER}
     assert theirs in entries["asdiv"].yaml_path.parents
 
 

@@ -358,7 +358,7 @@ def test_mistakes_are_named(checkpoint, rows, tmp_path, monkeypatch, capsys):
     for words, message in (
         (
             f"{other} --tasks svamp",
-            r"must be an Ouro model \(model_type ouro in its config.json\), got 'llama'",
+            r"must be a looped model \(model_type looped_lm or ouro in its config",
         ),
         (f"{run} --tasks svamp", "is no run of an Ouro model"),
         (f"{tmp_path}/nothing --tasks svamp", "nothing does not exist: expected a run folder"),

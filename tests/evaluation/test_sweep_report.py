@@ -4,7 +4,7 @@ import pytest
 
 from stars_fast.base.plots import accuracy_against_compute
 from stars_fast.evaluation import report
-from stars_fast.evaluation.report import Result, labels_of, table
+from stars_fast.evaluation.report import Result, labels_of, markdown_table
 
 
 def result(task, turns, accuracy, tol=None, stderr=0.01, mean_turns=None, model="m", n=10):
@@ -24,7 +24,7 @@ def test_the_average_counts_each_task_once_and_is_left_out_where_one_is_missing(
         result("a", 4, 1.0),
         result("a", 8, 0.5), result("b", 8, 0.5, stderr=None, n=4),
     ]  # fmt: skip
-    heads, _, *lines = cells(table(found))
+    heads, _, *lines = cells(markdown_table(found))
     assert heads == ["model", "turns", "a (n = 10)", "b (n = 4 of 10)", "average"]
     assert lines == [
         ["m", "2", "50.00 ± 3.00", "25.00 ± 4.00", "37.50 ± 2.50"],

@@ -11,7 +11,7 @@ import pytest
 from benchmark_data import row_of, write_rows
 
 from stars_fast.cli import main
-from stars_fast.evaluation.vllm_model import BATCH
+from stars_fast.evaluation.vllm_model import VLLM_BATCH
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -166,10 +166,10 @@ def test_what_is_made_is_kept_batch_by_batch(vllm, words, tmp_path, monkeypatch)
 
 
 def test_the_prompts_of_a_large_task_are_not_handed_over_at_once(vllm, words, tmp_path):
-    count = BATCH + 3
+    count = VLLM_BATCH + 3
     write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", i, 2, 7) for i in range(count)])
     assert main([*words, "--turns", "2", "--tasks", "svamp"]) == 0
-    assert vllm.batches == [BATCH, 3]
+    assert vllm.batches == [VLLM_BATCH, 3]
 
 
 def test_a_device_is_refused(vllm, words, capsys):

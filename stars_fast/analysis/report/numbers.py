@@ -10,7 +10,7 @@ import numpy as np
 
 from stars_fast.analysis.measure import Measured
 from stars_fast.analysis.pca import Projection
-from stars_fast.analysis.report.summary import kinds, sequence, summarise
+from stars_fast.analysis.report.summary import motions, sequence, summarise
 from stars_fast.analysis.report.words import verdict
 from stars_fast.analysis.trajectory import Trajectory, convergence_turns, overflow_turns
 
@@ -41,7 +41,7 @@ def _run(run: Measured, tol: float) -> dict[str, Any]:
         "trajectory": {n: x.tolist() if n == "finite" else sequence(x) for n, x in own.items()},
         "convergence_turn": convergence_turns(path.residual, tol),
         "overflow_turn": overflow_turns(path.finite),
-        "kind": kinds(path, tol),
+        "kind": motions(path, tol),
         "jacobian": {
             turn: {
                 "radius": sequence(found.radius),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stars_fast.analysis.report.quantities import QUANTITIES
-from stars_fast.analysis.report.summary import KINDS
+from stars_fast.analysis.report.summary import MOTIONS
 from stars_fast.base.optional import need
 
 AGREE = 0.01
@@ -46,7 +46,7 @@ def page(
     return environment.get_template("page.html.j2").render(
         title=f"Latent dynamics: {' · '.join(runs)}",
         runs=runs,
-        rows={name: [show(run) for run in runs.values()] for name, show in ROWS},
+        rows={name: [show(run) for run in runs.values()] for name, show in TABLE_ROWS},
         pictures=pictures,
         colours=colours,
         definitions=_definitions(),
@@ -97,7 +97,7 @@ def _at_rest(run: Mapping[str, Any]) -> str:
     return f"{count}, from turn {summary['convergence']:g}"
 
 
-ROWS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
+TABLE_ROWS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("turns of the training", _trained),
     ("turns compared (a → b)", _turns("base", "turns")),
     ("accuracy or token loss (a → b)", _quality),
@@ -123,7 +123,7 @@ def _definitions() -> dict[str, str]:
         "The directions along which the drawn states vary most (principal components), with the "
         "share of the variance along each."
     )
-    listed = "; ".join(f"{name}: {text}" for name, text in KINDS.items())
+    listed = "; ".join(f"{name}: {text}" for name, text in MOTIONS.items())
     words["kinds of motion"] = f"The first that holds of a sample: {listed}."
     return words
 

@@ -23,7 +23,7 @@ SHRUNK = 0.75
 REST = 10
 """A state at rest has been nearer to its last than so many tolerances since half of the turns."""
 
-KINDS = {
+MOTIONS = {
     "overflows": "a state is not finite",
     "grows": "the norm grows by more than a quarter over the second half of the turns",
     "converges": "the residual is below the tolerance at the end, and the distance over the second "
@@ -35,7 +35,7 @@ KINDS = {
 """Kinds of motion of a sample; the first that holds counts."""
 
 
-def kinds(found: Trajectory, tol: float) -> list[str]:
+def motions(found: Trajectory, tol: float) -> list[str]:
     """The kind of motion of each sample, of `KINDS`; `tol` is the tolerance for the residual."""
     half = found.turns // 2
     rest, over = convergence_turns(found.residual, tol), overflow_turns(found.finite)
@@ -120,7 +120,7 @@ def summarise(found: Measured, tol: float) -> Summary:
     base = min(int(most[1] if isinstance(most, tuple) else most), last)
     trained, deepest = max((t for t in spectra if t <= base), default=min(spectra)), max(spectra)
     radii = spectra[deepest].radius
-    own = kinds(path, tol)
+    own = motions(path, tol)
     turns = zip(convergence_turns(path.residual, tol), own, strict=True)
     rest = [float(t) for t, kind in turns if kind == "converges" and t is not None]
     quality = found.loss if found.accuracy is None else found.accuracy

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from stars_fast.analysis.measure import Measured
-from stars_fast.analysis.report.summary import Summary, cycle_periods, kinds, median
+from stars_fast.analysis.report.summary import Summary, cycle_periods, median, motions
 from stars_fast.analysis.trajectory import Trajectory, overflow_turns
 
 EDGE = 0.02
@@ -53,7 +53,7 @@ def _radius(summary: Summary) -> str:
 
 def _motion(found: Measured, summary: Summary, tol: float) -> str:
     samples, path = summary.samples, found.trajectory
-    own = kinds(path, tol)
+    own = motions(path, tol)
     parts = []
     for kind, count in summary.kinds.items():
         who = f"{count} of {samples}"

@@ -34,7 +34,7 @@ READ_PATHS = (
 )
 
 
-def write_report(
+def write_analysis(
     runs: Mapping[str, Measured], out: Path, plan: Plan, request: Request, tol: float
 ) -> dict[str, Any]:
     """Write analysis.json, analysis.png, paths.png and analysis.html into the folder `out`, which

@@ -24,7 +24,7 @@ from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
 from stars_fast.tokens import Tokens
 
-TINY = "tiny"
+TINY_TOKENIZER = "tiny"
 """The tokenizer that the package makes."""
 
 
@@ -93,12 +93,12 @@ class LoopedFamily(Family):
 
     def fitted(self, section: dict[str, Any], tokens: int | None, length: int) -> dict[str, Any]:
         if tokens is None:
-            section = {"tokenizer": TINY} | section
+            section = {"tokenizer": TINY_TOKENIZER} | section
             known = section["tokenizer"]
             if known is None or known == "none":
                 raise ConfigError("model.tokenizer must be a hub id, a folder or tiny for text")
             if "vocab_size" not in section:
-                size = TINY_VOCABULARY if known == TINY else len(_tokenizer(known))
+                size = TINY_VOCABULARY if known == TINY_TOKENIZER else len(_tokenizer(known))
                 section = {"vocab_size": size} | section
             tokens = 1
         needed = {"vocab_size": tokens, "max_length": length}
@@ -181,7 +181,7 @@ def _tokenizer(path: str) -> Any:
     """The tokenizer of transformers of a folder or of the hub, or the package's own."""
     transformers = need("transformers", "tokenizers of text")
     try:
-        if path != TINY:
+        if path != TINY_TOKENIZER:
             return transformers.AutoTokenizer.from_pretrained(path)
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 1_000_000)

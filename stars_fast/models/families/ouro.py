@@ -23,7 +23,7 @@ from stars_fast.models.loop import Loop, Turn, matrix_weights
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
-TINY = "tiny"
+TINY_MODEL = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
 
 
@@ -118,7 +118,7 @@ class OuroFamily(Family):
 
     def start(self, section: OuroSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
         need("transformers", "Ouro models")
-        if section.path != TINY:
+        if section.path != TINY_MODEL:
             return _start(section, section.path, dtype)
         from stars_fast.models.ouro.tiny import write_tiny_ouro
 

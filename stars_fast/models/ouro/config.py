@@ -10,7 +10,12 @@ from stars_fast.base.checks import check_integer, check_number
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Their names in transformers -> those of `ops.gated`.
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+OURO_ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
 
 
 class OuroConfig(PretrainedConfig):
@@ -196,9 +201,9 @@ def check_config(config: OuroConfig) -> None:
         )
     if config.head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {config.head_dim}")
-    if config.hidden_act not in ACTIVATIONS:
+    if config.hidden_act not in OURO_ACTIVATIONS:
         raise ValueError(
-            f"hidden_act must be one of {sorted(ACTIVATIONS)}, got {config.hidden_act!r}"
+            f"hidden_act must be one of {sorted(OURO_ACTIVATIONS)}, got {config.hidden_act!r}"
         )
     if config.attention_dropout:
         raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")

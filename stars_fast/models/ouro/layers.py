@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
-from stars_fast.models.ouro.config import ACTIVATIONS, OuroConfig
+from stars_fast.models.ouro.config import OURO_ACTIVATIONS, OuroConfig
 from stars_fast.models.plain_linear import project, project_heads
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class OuroMLP(nn.Module):
 
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = OURO_ACTIVATIONS[config.hidden_act]
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton import formulas
-from stars_fast.ops.triton.launch import Rows, flat_tile, launch, rows_of, size
-from stars_fast.ops.triton.pairs import load, store, store_cotangents
+from stars_fast.ops.triton.launch import Rows, element_size, flat_tile, launch, rows_of
+from stars_fast.ops.triton.pairs import load_pair, store, store_cotangents
 
 # What `formulas.jet` knows.
 FUNCTIONS = frozenset(
@@ -35,7 +35,7 @@ def _pointwise(
     NAME: tl.constexpr, DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, mask = _place(rows, width, ROWS, BLOCK)
-    value, dot = load(x, x_pair, row * x_row + column, mask, DUAL)
+    value, dot = load_pair(x, x_pair, row * x_row + column, mask, DUAL)
     result, result_dot = formulas.pointwise(value, dot, NAME)
     pair = tl.cast(rows, tl.int64) * width
     store(y, pair, row * width + column, mask, result, result_dot, DUAL)
@@ -47,8 +47,8 @@ def _pointwise_backward(
     NAME: tl.constexpr, DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, mask = _place(rows, width, ROWS, BLOCK)
-    a, b = load(grad, grad_pair, row * grad_row + column, mask, DUAL)
-    value, dot = load(x, x_pair, row * x_row + column, mask, DUAL)
+    a, b = load_pair(grad, grad_pair, row * grad_row + column, mask, DUAL)
+    value, dot = load_pair(x, x_pair, row * x_row + column, mask, DUAL)
     bar, bar_dot = formulas.pointwise_backward(a, b, value, dot, NAME)
     pair = tl.cast(rows, tl.int64) * width
     store_cotangents(x_bar, pair, row * width + column, mask, bar, bar_dot, DUAL)
@@ -60,8 +60,8 @@ def _gated(
     NAME: tl.constexpr, DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, mask = _place(rows, width, ROWS, BLOCK)
-    gate, gate_dot = load(g, g_pair, row * g_row + column, mask, DUAL)
-    up, up_dot = load(u, u_pair, row * u_row + column, mask, DUAL)
+    gate, gate_dot = load_pair(g, g_pair, row * g_row + column, mask, DUAL)
+    up, up_dot = load_pair(u, u_pair, row * u_row + column, mask, DUAL)
     result, result_dot = formulas.gated(gate, gate_dot, up, up_dot, NAME)
     pair = tl.cast(rows, tl.int64) * width
     store(y, pair, row * width + column, mask, result, result_dot, DUAL)
@@ -73,9 +73,9 @@ def _gated_backward(
     NAME: tl.constexpr, DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, mask = _place(rows, width, ROWS, BLOCK)
-    a, b = load(grad, grad_pair, row * grad_row + column, mask, DUAL)
-    gate, gate_dot = load(g, g_pair, row * g_row + column, mask, DUAL)
-    up, up_dot = load(u, u_pair, row * u_row + column, mask, DUAL)
+    a, b = load_pair(grad, grad_pair, row * grad_row + column, mask, DUAL)
+    gate, gate_dot = load_pair(g, g_pair, row * g_row + column, mask, DUAL)
+    up, up_dot = load_pair(u, u_pair, row * u_row + column, mask, DUAL)
     gate_bar, gate_dot_bar, up_bar, up_dot_bar = formulas.gated_backward(
         a, b, gate, gate_dot, up, up_dot, NAME
     )
@@ -131,7 +131,7 @@ def _launch(
         count, width = 1, inputs[0].numel() // (2 if dual else 1)
         views = [Rows(x, width, width) for x in inputs]
     else:
-        count, width = size(inputs[0], dual)
+        count, width = element_size(inputs[0], dual)
         views = [rows_of(x, dual) for x in inputs]
     meta = flat_tile(width)
     tiles = triton.cdiv(count, meta["ROWS"]) * triton.cdiv(width, meta["BLOCK"])

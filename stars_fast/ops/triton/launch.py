@@ -37,14 +37,14 @@ class Rows(NamedTuple):
     stride: int
 
 
-def size(x: Tensor, dual: bool) -> tuple[int, int]:
+def element_size(x: Tensor, dual: bool) -> tuple[int, int]:
     """Rows and width of x [2, ..., D] with `dual`, [..., D] without."""
     return x.shape[1 if dual else 0 : -1].numel(), x.shape[-1]
 
 
 def rows_of(x: Tensor, dual: bool) -> Rows:
     """x as rows, copied only where its leading dimensions have no common stride."""
-    count, width = size(x, dual)
+    count, width = element_size(x, dual)
     if not x.is_contiguous():
         x = x.reshape(2, count, width) if dual else x.reshape(count, width)
         if x.stride(-1) == 1:

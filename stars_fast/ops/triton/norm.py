@@ -15,8 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton import formulas
-from stars_fast.ops.triton.launch import MAX_REGISTERS, launch, programs, rows_of, size, tile
-from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents, turns
+from stars_fast.ops.triton.launch import (
+    MAX_REGISTERS,
+    element_size,
+    launch,
+    programs,
+    rows_of,
+    tile,
+)
+from stars_fast.ops.triton.pairs import columns, load_pair, store, store_cotangents, turns
 
 LIMIT = 8192  # widest row in one turn
 
@@ -33,7 +40,7 @@ def row_statistics(
     if CENTRE:
         for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
-            value, dot = load(x, pair, at, live & exists, DUAL)
+            value, dot = load_pair(x, pair, at, live & exists, DUAL)
             total += value
             total_dot += dot
     mean = tl.sum(total, 1)[:, None] / width
@@ -42,7 +49,7 @@ def row_statistics(
     products = tl.zeros([ROWS, BLOCK], tl.float32)
     for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
-        value, dot = load(x, pair, at, live & exists, DUAL)
+        value, dot = load_pair(x, pair, at, live & exists, DUAL)
         if CENTRE:
             value = tl.where(exists, value - mean, 0.0)
             dot -= mean_dot
@@ -59,7 +66,7 @@ def load_normalised(
     x, pair, at, mask, mean, mean_dot, r, c, CENTRE: tl.constexpr, DUAL: tl.constexpr
 ):  # fmt: skip
     """n and nd."""
-    value, dot = load(x, pair, at, mask, DUAL)
+    value, dot = load_pair(x, pair, at, mask, DUAL)
     if CENTRE:
         value -= mean
         dot -= mean_dot
@@ -140,7 +147,7 @@ def _backward(
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             n, nd = load_normalised(x_at, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
-            a, b = load(grad_at, grad_pair, at, mask, DUAL)
+            a, b = load_pair(grad_at, grad_pair, at, mask, DUAL)
             if weight is not None:
                 w = load_parameter(weight, at, exists)
                 a *= w
@@ -158,7 +165,7 @@ def _backward(
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             n, nd = load_normalised(x_at, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
-            y_bar, yd_bar = load(grad_at, grad_pair, at, mask, DUAL)
+            y_bar, yd_bar = load_pair(grad_at, grad_pair, at, mask, DUAL)
             a = y_bar
             b = yd_bar
             if weight is not None:
@@ -182,7 +189,7 @@ def _backward(
                 else:
                     add_to_parts(bias_parts + first * width, at, exists, y_bar, index > first)
         if not WHOLE:
-            # Threads need not load from the parts what they stored themselves.
+            # Threads need not load_pair from the parts what they stored themselves.
             tl.debug_barrier()
     if WHOLE:
         at = tl.arange(0, BLOCK)
@@ -196,7 +203,7 @@ def norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centre: bool, dual: bool
 ) -> Tensor:
     """The op `norm` of `ops/library.py`: x [2, ..., D] or [..., D] -> the same, contiguous."""
-    count, width = size(x, dual)
+    count, width = element_size(x, dual)
     rows = rows_of(x, dual)
     y = x.new_empty(x.shape)
     meta = tile(width, LIMIT)
@@ -219,7 +226,7 @@ def norm_backward(
     bias_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The op `norm_backward`: x_bar like x, weight_bar and bias_bar [D] fp32 or [0]."""
-    count, width = size(x, dual)
+    count, width = element_size(x, dual)
     rows, grads = rows_of(x, dual), rows_of(grad, dual)
     x_bar = x.new_empty(x.shape)
     meta = tile(width, LIMIT)

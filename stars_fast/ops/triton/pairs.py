@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def load(x, pair, offsets, mask, DUAL: tl.constexpr):
+def load_pair(x, pair, offsets, mask, DUAL: tl.constexpr):
     """Primal and tangent in fp32, 0 outside the mask; without DUAL the one value for both. Where
     that stands for a tangent it reaches no result."""
     primal = tl.load(x + offsets, mask, other=0.0).to(tl.float32)

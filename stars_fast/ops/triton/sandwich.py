@@ -9,7 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton import formulas
-from stars_fast.ops.triton.launch import MAX_REGISTERS, launch, programs, rows_of, size, tile
+from stars_fast.ops.triton.launch import (
+    MAX_REGISTERS,
+    element_size,
+    launch,
+    programs,
+    rows_of,
+    tile,
+)
 from stars_fast.ops.triton.norm import (
     add_to_parts,
     load_normalised,
@@ -20,7 +27,7 @@ from stars_fast.ops.triton.norm import (
     total,
     weight_cotangent,
 )
-from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents, turns
+from stars_fast.ops.triton.pairs import columns, load_pair, store, store_cotangents, turns
 
 LIMIT = 8192  # widest row in one turn
 BACKWARD_LIMIT = 4096  # which holds twice as many values a row
@@ -33,9 +40,9 @@ def _sum(
 ):  # fmt: skip
     """h and hd, rounded to the dtype they are stored in."""
     mask = live & exists
-    h, hd = load(residual, residual_pair, at, mask, DUAL)
+    h, hd = load_pair(residual, residual_pair, at, mask, DUAL)
     if weight_out is None:
-        n, nd = load(branch, branch_pair, at, mask, DUAL)
+        n, nd = load_pair(branch, branch_pair, at, mask, DUAL)
     else:
         n, nd = load_normalised(branch, branch_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
         w = load_parameter(weight_out, at, exists)
@@ -97,10 +104,10 @@ def _h_cotangents(
     """Cotangents of h and hd through both results, and what the row adds to weight_in_bar."""
     mask = live & exists
     n, nd = load_normalised(h, h_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
-    y_bar, yd_bar = load(x_bar, x_bar_pair, at, mask, DUAL)
+    y_bar, yd_bar = load_pair(x_bar, x_bar_pair, at, mask, DUAL)
     w = load_parameter(weight_in, at, exists)
     a, b = formulas.normalise_backward(y_bar * w, yd_bar * w, n, nd, r, c, s, sd)
-    direct, direct_dot = load(h_bar, h_bar_pair, at, mask, DUAL)
+    direct, direct_dot = load_pair(h_bar, h_bar_pair, at, mask, DUAL)
     return direct + a, direct_dot + b, weight_cotangent(y_bar, yd_bar, n, nd, DUAL)
 
 
@@ -133,7 +140,7 @@ def _backward(
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             n, nd = load_normalised(h_at, h_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
-            a, b = load(x_bar_at, x_bar_pair, at, mask, DUAL)
+            a, b = load_pair(x_bar_at, x_bar_pair, at, mask, DUAL)
             w = load_parameter(weight_in, at, exists)
             s += b * w * n
             sd += (a * n + b * nd) * w
@@ -188,7 +195,7 @@ def _backward(
             else:
                 add_to_parts(in_parts + first * width, at, exists, in_product, index > first)
         if not WHOLE:
-            # Threads need not load from the parts what they stored themselves.
+            # Threads need not load_pair from the parts what they stored themselves.
             tl.debug_barrier()
     if WHOLE:
         at = tl.arange(0, BLOCK)
@@ -207,7 +214,7 @@ def sandwich(
     dual: bool,
 ) -> tuple[Tensor, Tensor]:
     """The op `sandwich` of `ops/library.py`: h and x like branch, contiguous."""
-    count, width = size(branch, dual)
+    count, width = element_size(branch, dual)
     branches, residuals = rows_of(branch, dual), rows_of(residual, dual)
     h, x = branch.new_empty(branch.shape), branch.new_empty(branch.shape)
     meta = tile(width, LIMIT)
@@ -233,7 +240,7 @@ def sandwich_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The op `sandwich_backward`: branch_bar ([0] without weight_out) and residual_bar like h,
     weight_out_bar ([0] without) and weight_in_bar [D] fp32."""
-    count, width = size(h, dual)
+    count, width = element_size(h, dual)
     streams = [rows_of(tensor, dual) for tensor in (h_bar, x_bar, branch, h)]
     normed = weight_out is not None
     branch_bar, residual_bar = h.new_empty(h.shape if normed else 0), h.new_empty(h.shape)

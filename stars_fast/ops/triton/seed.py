@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stars_fast.ops.triton.launch import launch, rows_of, size, tile
+from stars_fast.ops.triton.launch import element_size, launch, rows_of, tile
 from stars_fast.ops.triton.pairs import columns, turns
 
 LIMIT = 4096  # widest row in one turn
@@ -112,7 +112,7 @@ def normal_squares(seed: Tensor, rows: int, width: int) -> Tensor:
 
 def seed_stack(h: Tensor, seed: Tensor, factor: Tensor) -> Tensor:
     """The op `seed_stack`: h [..., D], seed int64 [1], factor [...] -> [2, ..., D] like h."""
-    count, width = size(h, False)
+    count, width = element_size(h, False)
     rows = rows_of(h, False)
     stack = h.new_empty((2, *h.shape))
     meta = _field_tile(width)
@@ -125,7 +125,7 @@ def seed_stack(h: Tensor, seed: Tensor, factor: Tensor) -> Tensor:
 
 def row_squares(x: Tensor) -> Tensor:
     """The op `row_squares`: x [..., D] -> [...] fp32."""
-    count, width = size(x, False)
+    count, width = element_size(x, False)
     rows = rows_of(x, False)
     sums = x.new_empty(x.shape[:-1], dtype=torch.float32)
     meta = tile(width, LIMIT)
@@ -138,7 +138,7 @@ def row_squares(x: Tensor) -> Tensor:
 
 def row_squares_backward(grad: Tensor, x: Tensor) -> Tensor:
     """The op `row_squares_backward`: grad [...], x [..., D] -> the gradient of x, contiguous."""
-    count, width = size(x, False)
+    count, width = element_size(x, False)
     rows = rows_of(x, False)
     x_bar = x.new_empty(x.shape)
     meta = tile(width, LIMIT)

@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton import formulas
-from stars_fast.ops.triton.launch import in_units, launch, rows_of, size, tile
-from stars_fast.ops.triton.pairs import columns, load, store, store_cotangents, turns
+from stars_fast.ops.triton.launch import element_size, in_units, launch, rows_of, tile
+from stars_fast.ops.triton.pairs import columns, load_pair, store, store_cotangents, turns
 
 LIMIT = 8192  # widest row in one turn
 NARROWEST = 32  # rows that share a kernel
@@ -16,7 +16,7 @@ NARROWEST = 32  # rows that share a kernel
 
 @triton.jit
 def _load_logits(x, pair, at, mask, DUAL: tl.constexpr):
-    value, dot = load(x, pair, at, mask, DUAL)
+    value, dot = load_pair(x, pair, at, mask, DUAL)
     return tl.where(mask, value, float("-inf")), dot
 
 
@@ -78,8 +78,8 @@ def _backward(
     dd = tl.zeros([ROWS, BLOCK], tl.float32)
     for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
-        a, b = load(grad, grad_pair, at, live & exists, DUAL)
-        p, pd = load(y, y_pair, at, live & exists, DUAL)
+        a, b = load_pair(grad, grad_pair, at, live & exists, DUAL)
+        p, pd = load_pair(y, y_pair, at, live & exists, DUAL)
         d += p * b
         dd += p * a + pd * b
     d_row = tl.sum(d, 1)[:, None]
@@ -87,15 +87,15 @@ def _backward(
     for turn in range(turns(width, BLOCK, WHOLE)):
         at, exists = columns(turn, width, BLOCK)
         mask = live & exists
-        a, b = load(grad, grad_pair, at, mask, DUAL)
-        p, pd = load(y, y_pair, at, mask, DUAL)
+        a, b = load_pair(grad, grad_pair, at, mask, DUAL)
+        p, pd = load_pair(y, y_pair, at, mask, DUAL)
         bar, bar_dot = formulas.softmax_backward(a, b, p, pd, d_row, dd_row)
         store_cotangents(x_bar, bar_pair, at, mask, bar, bar_dot, DUAL)
 
 
 def softmax(x: Tensor, dual: bool) -> Tensor:
     """The op `softmax` of `ops/library.py`: x [2, ..., N] or [..., N] -> the same, contiguous."""
-    count, width = size(x, dual)
+    count, width = element_size(x, dual)
     rows = rows_of(x, dual)
     y = x.new_empty(x.shape)
     meta = tile(max(width, NARROWEST), LIMIT)
@@ -109,7 +109,7 @@ def softmax(x: Tensor, dual: bool) -> Tensor:
 
 def softmax_backward(grad: Tensor, y: Tensor, dual: bool) -> Tensor:
     """The op `softmax_backward`: the gradient of x, like y."""
-    count, width = size(y, dual)
+    count, width = element_size(y, dual)
     grads, rows = rows_of(grad, dual), rows_of(y, dual)
     x_bar = y.new_empty(y.shape)
     meta = tile(max(width, NARROWEST), LIMIT)

@@ -17,7 +17,7 @@ NOISE = 0.01
 """... and by this share of guessing: the loss of a learned task is small and jumps."""
 STALLED = 0.4
 """The token loss is near guessing above this share of it, ..."""
-PATIENCE = 5
+COLLAPSE_STEPS = 5
 """... once it has been so for this many lines with the penalty gone."""
 
 
@@ -54,7 +54,7 @@ class CollapseMonitor:
         near_guessing = self.loss > STALLED * self.guessing
         self.stalled = self.stalled + 1 if gone and near_guessing else 0
         before = self.collapsed
-        self.collapsed = gone and (risen or self.stalled >= PATIENCE)
+        self.collapsed = gone and (risen or self.stalled >= COLLAPSE_STEPS)
         if before or not self.collapsed:
             return None
         what = (

@@ -87,8 +87,8 @@ def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | N
             f"{run.path} went past its first checkpoint and holds none, so its run can't "
             f"continue; start anew in another folder with --out"
         )
-    before = tree.flatten(tree.to_dict(load_config(str(run.config))))
-    now = tree.flatten(tree.to_dict(config))
+    before = tree.flat_mapping(tree.to_dict(load_config(str(run.config))))
+    now = tree.flat_mapping(tree.to_dict(config))
     chosen = [name for name in CHOICES if before[name] != now[name]]
     changed = [
         f"{name} was {before[name]} and is {now[name]}"

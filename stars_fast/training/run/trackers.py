@@ -76,11 +76,11 @@ def check_trackers(names: Sequence[str]) -> None:
             need(name, "metrics")
 
 
-def numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def scalar_values(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The finite numbers of a row, those of nested mappings under "name/key"; not its "step"."""
     for name, value in row.items():
         if isinstance(value, Mapping):
-            yield from ((f"{name}/{key}", number) for key, number in numbers(value))
+            yield from ((f"{name}/{key}", number) for key, number in scalar_values(value))
         elif name != "step" and isinstance(value, int | float) and math.isfinite(value):
             yield name, value
 
@@ -101,7 +101,7 @@ class _TensorBoard:
         return cls(SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1))
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
-        for name, value in numbers(row):
+        for name, value in scalar_values(row):
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
@@ -130,7 +130,7 @@ class _WandB:
         )
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
-        self._run.log(dict(numbers(row)), step=step)
+        self._run.log(dict(scalar_values(row)), step=step)
 
     def flush(self) -> None:
         """W&B writes by itself, in a process of its own."""
@@ -150,7 +150,7 @@ class _Trackio:
         )
 
     def log(self, row: Mapping[str, Any], step: int) -> None:
-        self._run.log(dict(numbers(row)), step=step)
+        self._run.log(dict(scalar_values(row)), step=step)
 
     def flush(self) -> None:
         """trackio writes by itself, in a thread of its own."""

@@ -16,7 +16,7 @@ from stars_fast.base.errors import ConfigError
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=24)
+LONGEST_WAIT = timedelta(hours=24)
 """How long processes wait for one that tokenises the data or runs lm-eval."""
 
 
@@ -142,7 +142,7 @@ def processes(device: str = "auto") -> Iterator[World]:
         if size == 1:
             yield World(0, 1, here)
             return
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        patient = dist.new_group(backend="gloo", timeout=LONGEST_WAIT)
         yield World(dist.get_rank(), size, here, local, local_size, patient)
     finally:
         if dist.is_initialized():

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stars_fast.base.errors import ConfigError
 from stars_fast.training.scale.distributed import World
 
-KINDS = ("auto", "ddp", "fsdp", "hsdp")
+PARALLEL_KINDS = ("auto", "ddp", "fsdp", "hsdp")
 
 
 @dataclass
@@ -43,8 +43,8 @@ class ParallelConfig:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
+        if self.kind not in PARALLEL_KINDS:
+            raise ValueError(f"kind must be one of {', '.join(PARALLEL_KINDS)}, got {self.kind!r}")
         if self.shard is not None and self.shard < 1:
             raise ValueError(f"shard must be at least 1 or none, got {self.shard}")
         if self.shard is not None and self.kind != "hsdp":

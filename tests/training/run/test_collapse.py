@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from stars_fast.training.run.collapse import PATIENCE, CollapseMonitor
+from stars_fast.training.run.collapse import COLLAPSE_STEPS, CollapseMonitor
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 
@@ -35,7 +35,7 @@ def test_a_loss_that_stays_near_guessing_with_the_penalty_gone():
     trace = [(1.3, 0.8 * 0.5**i) for i in range(30)]
     found = warnings(trace)
     assert len(found) == 1
-    assert found[0] > PATIENCE
+    assert found[0] > COLLAPSE_STEPS
 
 
 @pytest.mark.parametrize(

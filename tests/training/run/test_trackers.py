@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from stars_fast.base.errors import ConfigError
-from stars_fast.training.run.trackers import TRACKERS, numbers, open_trackers
+from stars_fast.training.run.trackers import TRACKERS, open_trackers, scalar_values
 
 ROW = {
     "step": 3,
@@ -82,7 +82,7 @@ def opened(tmp_path):
 
 
 def test_numbers_of_a_row():
-    assert dict(numbers(ROW)) == NUMBERS
+    assert dict(scalar_values(ROW)) == NUMBERS
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
