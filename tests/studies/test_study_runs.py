@@ -63,6 +63,7 @@ def killed(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_rest_is_done_and_the_numbers_are_the_same(
     tiny, killed, tmp_path, trained, capsys
 ):
