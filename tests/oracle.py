@@ -17,12 +17,12 @@ HALVES = {"both": (1.0, 1.0), "tangent": (0.0, 1.0), "primal": (1.0, 0.0)}
 
 
 def relative_error(got, expected):
-    """||got - expected|| / ||expected||, and 0 where both vanish."""
+    """||got - expected|| / ||expected||; 0 where both vanish, NaN where one of them has a NaN."""
     got, expected = got.detach().double(), expected.detach().double()
     assert got.shape == expected.shape
     difference, size = (got - expected).norm(), expected.norm()
     # Gradients that vanish identically (a shift of the logits) are rounding noise on both sides.
-    return (difference / size.clamp_min(1e-12)).item() if difference > 1e-13 else 0.0
+    return 0.0 if difference <= 1e-13 else (difference / size.clamp_min(1e-12)).item()
 
 
 class KeepDouble(TorchFunctionMode):

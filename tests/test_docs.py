@@ -54,6 +54,7 @@ def test_every_page_is_in_the_navigation():
     assert sorted(nav) == sorted(pages | {"CHANGELOG.md", "benchmarks/README.md"})
 
 
+@pytest.mark.slow
 def test_the_reader_fetches_nothing(site):
     for page in site.rglob("*.html"):
         text = page.read_text()

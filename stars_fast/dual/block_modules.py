@@ -56,7 +56,7 @@ def release_duals(block: Any) -> None:
         for key in own.keys() - _TORCHS:
             own[key] = _released(own[key])
         buffers: dict[str, Any] = module._buffers
-        for key in buffers:
+        for key in buffers.keys():  # noqa: SIM118 - those of TorchScript do not iterate
             buffers[key] = _released(buffers[key])
 
 

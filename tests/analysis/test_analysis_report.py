@@ -77,6 +77,7 @@ class Page(HTMLParser):
             self.text.append(data)
 
 
+@pytest.mark.slow
 def test_the_page_is_one_valid_file_without_references(folder, runs):
     content = (folder / "analysis.html").read_text(encoding="utf-8")
     assert content.startswith("<!DOCTYPE html>")
@@ -185,6 +186,7 @@ def test_lines_and_bands_are_the_quartiles(runs, monkeypatch):
     assert below.get_xlim() == drawn[1].axes[3].get_xlim() == (-2, 2)  # one scale for all runs
 
 
+@pytest.mark.slow
 def test_one_run_and_many_are_drawn(runs):
     one = {"cycle": runs["cycle"]}
     many = {f"run {i}": runs["cycle"] for i in range(9)}

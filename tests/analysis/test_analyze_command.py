@@ -64,6 +64,7 @@ def found_in(folder):
     return json.loads((folder / "analysis.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_of_sums(home, tmp_path, capsys):
     run = str(home / "sums")
     assert main(["analyze", run, *SMALL, "--out", str(tmp_path)]) == 0

@@ -29,6 +29,7 @@ def exact(block, h, keep):
     return (s.square().mean(), s.square().sum() ** 2 / s.pow(4).sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_moments_are_those_of_the_singular_values(masked):
     block, h = Mixing(), torch.randn(3, 5, 6, dtype=torch.float64)

@@ -36,6 +36,7 @@ def test_imports_print_nothing_of_others(module):
     assert stderr_of("-c", f"import {module}") == ""
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_prints_nothing_of_torchao():
     pytest.importorskip("torchao")
     code = "from stars_fast.base.optional import need; need('torchao.optim', 'tests')"

@@ -24,6 +24,7 @@ def quick(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_tables_json_and_figure(tmp_path, capsys):
     assert main([*WORDS, "--ways", "dual", "func_jvp", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "scaling.json").read_text())
@@ -50,6 +51,7 @@ def test_width_takes_heads_and_mlp_with_it():
     assert {(s.layers, s.batch, s.length) for s in shapes.values()} == {(2, 2, 256)}
 
 
+@pytest.mark.slow
 def test_a_way_that_runs_out_of_memory_is_said_and_not_timed(monkeypatch, tmp_path, capsys):
     whole = growth.way_growth
 

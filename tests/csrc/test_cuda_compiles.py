@@ -27,7 +27,10 @@ REPORT = re.compile(
     re.S,
 )
 
-pytestmark = pytest.mark.skipif(NVCC is None, reason="nvcc is not there")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(NVCC is None, reason="nvcc is not there"),
+]
 
 
 def cuobjdump():
@@ -69,7 +72,6 @@ def row_kernels(reports):
             yield report | numbers | {"op": shape["op"], "type": shape["type"]}
 
 
-@pytest.mark.slow
 def test_every_kernel_is_compiled_for_every_architecture(compiled):
     _, reports = compiled
     by_arch = [{r["name"] for r in reports if r["arch"] == arch} for arch in ARCHITECTURES]

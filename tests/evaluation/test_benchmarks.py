@@ -50,6 +50,7 @@ def test_zero_shot_prompts_greedy_to_the_cap(opened, name):
     assert opened[name].samples == BENCHMARKS[name].samples
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(BENCHMARKS))
 @pytest.mark.parametrize(("number", "right"), [(3, 1), (4, 0)])
 def test_the_metric_that_is_reported_tells_right_from_wrong(opened, name, number, right):

@@ -238,6 +238,7 @@ def test_lm_evals_command_line_with_our_model_in_a_process_of_its_own(checkpoint
         assert sample["resps"] == [[model.tokenizer.decode(said, skip_special_tokens=True)]]
 
 
+@pytest.mark.slow
 def test_our_tasks_are_known_beside_lm_evals_and_the_users(own_task, capsys):
     before = list(sys.argv)
     words = "stars_fast_asdiv,stars_fast_svamp,stars_fast_amc23,gsm8k,stars_fast_gsm8k,own_sums"

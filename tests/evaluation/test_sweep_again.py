@@ -71,6 +71,7 @@ print(json.dumps([setting.definition(task) for task in tasks]))
 """
 
 
+@pytest.mark.slow
 def test_a_task_is_the_same_in_every_process(tmp_path):
     pytest.importorskip("math_verify", reason="math-verify is not installed")
     data = str(write_all(tmp_path))
@@ -81,6 +82,7 @@ def test_a_task_is_the_same_in_every_process(tmp_path):
     assert len(set(here)) == len(BENCHMARKS)
 
 
+@pytest.mark.slow
 def test_two_processes_share_the_samples_and_find_what_one_finds(
     checkpoint, data, swept, tmp_path, capsys
 ):

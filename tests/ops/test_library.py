@@ -23,6 +23,7 @@ def run(backend):
     return subprocess.run(run, capture_output=True, text=True, check=True, env=env).stdout
 
 
+@pytest.mark.slow
 def test_the_environment_is_checked_at_every_op_until_it_is_right():
     assert run("torch") == "torch\ntorch\n"
     assert run("typo").count("STARS_FAST_BACKEND: backend: expected one of") == 2

@@ -63,6 +63,7 @@ def killed(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_rest_is_done_and_the_numbers_are_the_same(
     tiny, killed, tmp_path, trained, capsys
 ):
@@ -99,6 +100,7 @@ def test_after_a_kill_the_rest_is_done_and_the_numbers_are_the_same(
     assert (killed / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_processes_of_torchrun_train_together_and_one_writes(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     words = ["none", "0", "--out", str(tmp_path), "--only", "pre, LayerNorm"]

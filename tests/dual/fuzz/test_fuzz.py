@@ -56,6 +56,7 @@ def test_programs_agree_with_torch_or_are_refused(shard):
     assert counts["rough"] + counts["torch"] + counts["illegal"] < 0.03 * total, counts
 
 
+@pytest.mark.slow
 def test_programs_from_several_threads():
     programs = [drawn for drawn in map(write, range(200)) if "lstm" not in drawn.ops()]
     with ThreadPoolExecutor(4) as pool:  # the seed of the LSTM's weights is everybody's

@@ -138,6 +138,7 @@ def test_an_export_is_the_same_model(run, parts, tmp_path):
     assert source.family.turns_of({"total_ut_steps": 3, "turns": 3}) == 3
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_it_loads_in_a_fresh_process(run, parts, tmp_path):
     loop, batch = parts

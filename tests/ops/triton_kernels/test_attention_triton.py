@@ -63,6 +63,7 @@ def key_spans_of(spans, keys):
 
 def error(got, expected):
     """Relative; where the exact gradient vanishes, as that of the logits of one key, absolute."""
+    assert got.isfinite().all()
     size, each = expected.norm().item(), expected.numel() ** 0.5
     return (got.double() - expected).norm().item() / (size if size > 1e-12 * each else each)
 

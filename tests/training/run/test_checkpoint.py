@@ -333,6 +333,7 @@ def test_processes_killed_during_a_save_leave_the_checkpoint_before_it(sharded):
     assert sorted(checkpoints(folder / "run")) == [2, 3, 4]
 
 
+@pytest.mark.slow
 def test_shards_of_two_processes_are_loaded_in_one(sharded):
     folder, _ = sharded
     run = Run(folder / "run", seed=7)

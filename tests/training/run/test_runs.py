@@ -86,6 +86,7 @@ def test_one_batch_of_16_is_4_of_4_is_2_ranks_of_2_of_4(runs, case, split):
         assert close(row, expected), f"step {row['step']}: {row} is not {expected}"
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     found = rows(runs / "double-nan-ranks")
     assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1]

@@ -43,6 +43,7 @@ def test_gradients_of_a_window_are_those_of_one_process(kind):
         assert found["gradients"] < 1e-6
 
 
+@pytest.mark.slow
 def test_norm_and_clipping_are_those_of_whole_gradients(kind):
     for found in kind[1]:
         norm, expected = found["norms"]
