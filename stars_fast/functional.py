@@ -10,6 +10,7 @@ pairs mix: what is a plain tensor has a tangent of zero.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
@@ -27,12 +28,14 @@ from stars_fast.ops.spans import Spans
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 
-def _on_pairs(carriers: int, kind: str = "fused") -> Callable[[Op], Op]:
+def _on_pairs(carriers: int, kind: str = "fused", by_rules: bool = False) -> Callable[[Op], Op]:
     """Decorator: a function of stacks that also takes pairs.
 
     Args:
         carriers: how many of the first arguments may carry a tangent.
         kind: the word for it in `explain`.
+        by_rules: whether the function, called with pairs, is made of torch's own ops; then a pair
+            may also stand elsewhere, and each of those ops answers by its rule.
 
     The function has a last keyword `dual`, which callers leave alone: whether the carriers are
     stacks [2, ...].
@@ -40,28 +43,49 @@ def _on_pairs(carriers: int, kind: str = "fused") -> Callable[[Op], Op]:
 
     def decorate(function: Op) -> Op:
         name = function.__name__
+        names = list(inspect.signature(function).parameters)
+        first = names[:carriers]
 
-        def of_stacks(given: tuple[Any, ...], args: tuple[Any, ...], options: dict) -> Any:
+        def by_position(args: tuple[Any, ...], options: dict) -> tuple[Any, ...]:
+            """The carriers in front, also those that came as keywords, which leave `options`."""
+            named = [options.pop(each) for each in first[len(args) :] if each in options]
+            if len(args) + len(named) < carriers:
+                raise TypeError(f"{name}: expected {', '.join(first)}, got {len(args)} of them")
+            return (*args, *named)
+
+        def misplaced(args: tuple[Any, ...], options: dict) -> str | None:
+            """The name of an argument that is a pair and may not be."""
+            for i in range(carriers, len(args)):
+                if type(args[i]) is Dual:
+                    return names[i] if i < len(names) else f"argument {i}"
+            for key, value in options.items():
+                if type(value) is Dual:
+                    return key
+            return None
+
+        @wraps(function)
+        def routed(*args: Any, **options: Any) -> Any:
+            if len(args) < carriers:
+                args = by_position(args, options)
+            has_pair = False
+            for i, x in enumerate(args):
+                if type(x) is Dual:
+                    has_pair = True
+                elif i < carriers and not isinstance(x, Tensor):
+                    raise TypeError(
+                        f"{name}: {names[i]}: expected a Tensor or a Dual, got {type(x).__name__}"
+                    )
+            wrong = misplaced(args, options) if has_pair or options else None
+            if wrong is not None and not by_rules:
+                raise TypeError(f"{name}: {wrong}: expected a plain Tensor, got a Dual")
+            if not has_pair or wrong is not None:
+                return function(*args, **options)
             report(name, kind)
-            stacks = [x.stack if type(x) is Dual else _without_tangent(x) for x in given]
-            out = function(*stacks, *args, dual=True, **options)
+            stacks = [x.stack if type(x) is Dual else _without_tangent(x) for x in args[:carriers]]
+            out = function(*stacks, *args[carriers:], dual=True, **options)
             return pair_of(out) if type(out) is not tuple else tuple(map(pair_of, out))
 
-        @wraps(function)
-        def of_one(x: Any, *args: Any, **options: Any) -> Any:
-            if type(x) is not Dual:
-                return function(x, *args, **options)
-            report(name, kind)
-            return pair_of(function(x.stack, *args, dual=True, **options))
-
-        @wraps(function)
-        def of_several(*args: Any, **options: Any) -> Any:
-            for x in args[:carriers]:
-                if type(x) is Dual:
-                    return of_stacks(args[:carriers], args[carriers:], options)
-            return function(*args, **options)
-
-        return of_one if carriers == 1 else of_several  # type: ignore[return-value]
+        return routed  # type: ignore[return-value]
 
     return decorate
 
@@ -152,7 +176,7 @@ def add(x: Tensor, y: Tensor, *, dual: bool = False) -> Tensor:
     return x + y
 
 
-@_on_pairs(1, "stacked")
+@_on_pairs(1, "stacked", by_rules=True)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dual: bool = False) -> Tensor:
     """x W^T + bias.
 
@@ -220,7 +244,7 @@ def split_heads(x: Tensor, width: int, *, dual: bool = False) -> Tensor:
     return x.unflatten(-1, (-1, width)).transpose(-3, -2)
 
 
-@_on_pairs(1, "stacked")
+@_on_pairs(1, "stacked", by_rules=True)
 def linear_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, dual: bool = False
 ) -> Tensor:

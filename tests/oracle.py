@@ -58,6 +58,29 @@ class WrittenOutNorm(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class WrittenOutAttention(TorchFunctionMode):
+    """Torch's own attention has NaN second derivatives where a query sees no key (`_safe_softmax`,
+    seen in torch 2.13 and 2.14.1), so the comparison is with attention written out, in which such a
+    row is a constant."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.scaled_dot_product_attention:
+            return self.attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def attention(q, k, v, attn_mask=None, dropout_p=0.0):
+        logits = q @ k.mT / q.shape[-1] ** 0.5
+        if attn_mask is not None:
+            is_boolean = attn_mask.dtype == torch.bool
+            logits = (
+                logits.masked_fill(~attn_mask, -torch.inf) if is_boolean else logits + attn_mask
+            )
+        sees = (logits > -torch.inf).any(-1, keepdim=True)
+        weights = torch.where(sees, logits, 0.0).softmax(-1) * sees
+        return F.dropout(weights, dropout_p) @ v
+
+
 def randn(*shape, seed=0, dtype=torch.float64, device="cpu"):
     """Normal numbers, drawn in fp64 so that a narrower dtype has them rounded."""
     generator = torch.Generator().manual_seed(seed + sum(shape))

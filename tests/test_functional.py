@@ -165,3 +165,49 @@ def test_arguments_that_do_not_fit_are_named():
         functional.attention(q, q, q, causal=True, spans=SPANS)
     with pytest.raises(TypeError, match="floating point"):
         functional.rms_norm(torch.ones(3, D, dtype=torch.int64), None, 1e-6)
+
+
+def test_carriers_may_come_by_name():
+    x, w = randn(2, 3, D), randn(D, seed=1)
+    want = functional.rms_norm(Dual(x), w, 1e-6)
+    got = functional.rms_norm(eps=1e-6, weight=w, x=Dual(x))
+    assert torch.equal(got.stack, want.stack)
+    got = functional.gated(Dual(x), u=Dual(x), activation="silu")
+    assert torch.equal(got.stack, functional.gated(Dual(x), Dual(x)).stack)
+    plain = functional.gated(u=x, g=x)
+    assert torch.equal(plain, functional.gated(x, x))
+
+
+@pytest.mark.parametrize("through", [functional.linear, functional.linear_heads])
+@pytest.mark.parametrize("where", ["x and weight", "weight", "bias", "bias by name"])
+def test_a_weight_with_a_tangent_goes_by_torch_s_rules(through, where):
+    """As in a hypernetwork, whose weights are made from the state."""
+    x, w, b = randn(2, 2, 3, D), randn(2, 4, D, seed=1), randn(2, 4, seed=2)
+    given = [
+        Dual(each) if name in where else each[0]
+        for name, each in (("x", x), ("weight", w), ("bias", b))
+    ]
+    stacks = [
+        each if name in where else torch.stack((each[0], torch.zeros_like(each[0])))
+        for name, each in (("x", x), ("weight", w), ("bias", b))
+    ]
+    width = (4,) if through is functional.linear_heads else ()
+    if where == "bias by name":
+        options = {"width": 4} if width else {}
+        got = through(given[0], given[1], bias=given[2], **options)
+    else:
+        got = through(*given, *width)
+    want = dual_of(lambda *each: through(*each, *width), stacks)
+    assert relative_error(got.stack, want) < OPS[torch.float64]
+
+
+def test_a_pair_where_no_tangent_is_carried_is_named():
+    x, w = randn(2, 3, D), randn(2, D, seed=1)
+    with pytest.raises(TypeError, match="rms_norm: weight: expected a plain Tensor, got a Dual"):
+        functional.rms_norm(Dual(x), Dual(w), 1e-6)
+    with pytest.raises(TypeError, match="rms_norm: weight: expected a plain Tensor, got a Dual"):
+        functional.rms_norm(x[0], weight=Dual(w), eps=1e-6)
+    with pytest.raises(TypeError, match="gated: u: expected a Tensor or a Dual, got list"):
+        functional.gated(Dual(x), [1.0])
+    with pytest.raises(TypeError, match="gated: expected g, u"):
+        functional.gated(Dual(x))
