@@ -46,46 +46,58 @@ def _on_pairs(carriers: int, kind: str = "fused", by_rules: bool = False) -> Cal
         names = list(inspect.signature(function).parameters)
         first = names[:carriers]
 
-        def by_position(args: tuple[Any, ...], options: dict) -> tuple[Any, ...]:
-            """The carriers in front, also those that came as keywords, which leave `options`."""
+        def with_care(args: tuple[Any, ...], options: dict) -> Any:
+            """A call that is not only pairs, or only tensors, in the first places."""
             named = [options.pop(each) for each in first[len(args) :] if each in options]
-            if len(args) + len(named) < carriers:
-                raise TypeError(f"{name}: expected {', '.join(first)}, got {len(args)} of them")
-            return (*args, *named)
-
-        def misplaced(args: tuple[Any, ...], options: dict) -> str | None:
-            """The name of an argument that is a pair and may not be."""
-            for i in range(carriers, len(args)):
-                if type(args[i]) is Dual:
-                    return names[i] if i < len(names) else f"argument {i}"
-            for key, value in options.items():
-                if type(value) is Dual:
-                    return key
-            return None
-
-        @wraps(function)
-        def routed(*args: Any, **options: Any) -> Any:
+            args = (*args, *named)
             if len(args) < carriers:
-                args = by_position(args, options)
-            has_pair = False
-            for i, x in enumerate(args):
-                if type(x) is Dual:
-                    has_pair = True
-                elif i < carriers and not isinstance(x, Tensor):
+                raise TypeError(f"{name}: expected {', '.join(first)}, got {len(args)} of them")
+            for key, x in zip(first, args, strict=False):
+                if not isinstance(x, Tensor):
                     raise TypeError(
-                        f"{name}: {names[i]}: expected a Tensor or a Dual, got {type(x).__name__}"
+                        f"{name}: {key}: expected a Tensor or a Dual, got {type(x).__name__}"
                     )
-            wrong = misplaced(args, options) if has_pair or options else None
-            if wrong is not None and not by_rules:
-                raise TypeError(f"{name}: {wrong}: expected a plain Tensor, got a Dual")
-            if not has_pair or wrong is not None:
+            others = zip(names[carriers:], args[carriers:], strict=False)
+            for key, x in (*others, *options.items()):
+                if type(x) is Dual:
+                    if by_rules:
+                        return function(*args, **options)
+                    raise TypeError(f"{name}: {key}: expected a plain Tensor, got a Dual")
+            given, rest = args[:carriers], args[carriers:]
+            if Dual not in map(type, given):
                 return function(*args, **options)
             report(name, kind)
-            stacks = [x.stack if type(x) is Dual else _without_tangent(x) for x in args[:carriers]]
+            stacks = [x.stack if type(x) is Dual else _without_tangent(x) for x in given]
+            out = function(*stacks, *rest, dual=True, **options)
+            return pair_of(out) if type(out) is not tuple else tuple(map(pair_of, out))
+
+        @wraps(function)
+        def of_one(x: Any, *rest: Any, **options: Any) -> Any:
+            if options or Dual in map(type, rest) or not isinstance(x, Tensor):
+                return with_care((x, *rest), options)
+            if type(x) is not Dual:
+                return function(x, *rest)
+            report(name, kind)
+            return pair_of(function(x.stack, *rest, dual=True))
+
+        @wraps(function)
+        def of_several(*args: Any, **options: Any) -> Any:
+            tensors = [x for x in args[:carriers] if isinstance(x, Tensor)]
+            stacks = [x.stack for x in tensors if type(x) is Dual]
+            others = *args[carriers:], *options.values()
+            if (
+                len(tensors) != carriers
+                or len(stacks) not in (0, carriers)
+                or Dual in map(type, others)
+            ):
+                return with_care(args, options)
+            if not stacks:
+                return function(*args, **options)
+            report(name, kind)
             out = function(*stacks, *args[carriers:], dual=True, **options)
             return pair_of(out) if type(out) is not tuple else tuple(map(pair_of, out))
 
-        return routed  # type: ignore[return-value]
+        return of_one if carriers == 1 else of_several  # type: ignore[return-value]
 
     return decorate
 
@@ -211,6 +223,35 @@ def gated(g: Tensor, u: Tensor, activation: str = "silu", *, dual: bool = False)
     return ops.gated(g, u, activation, dual=dual)
 
 
+@_on_pairs(1, by_rules=True)
+def gated_mlp(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str = "silu",
+    *,
+    dual: bool = False,
+) -> Tensor:
+    """(f(x G^T) * (x U^T)) D^T, a gated MLP without biases.
+
+    Args:
+        x: [..., D], Tensor or Dual.
+        gate, up: G and U, [E, D].
+        down: [D', E].
+        activation: a key of `ops.pointwise.DERIVATIVES`.
+
+    Returns:
+        [..., D'], of x's kind.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype, shape or name.
+    """
+    g, u = F.linear(x, gate), F.linear(x, up)
+    inner = ops.gated(g, u, activation, dual=True) if dual else gated(g, u, activation)
+    return F.linear(inner, down)
+
+
 @_on_pairs(1)
 def pointwise(x: Tensor, activation: str, *, dual: bool = False) -> Tensor:
     """f(x), elementwise.
@@ -246,13 +287,50 @@ def split_heads(x: Tensor, width: int, *, dual: bool = False) -> Tensor:
 
 @_on_pairs(1, "stacked", by_rules=True)
 def linear_heads(
-    x: Tensor, weight: Tensor, bias: Tensor | None, width: int, *, dual: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    width: int,
+    tables: tuple[Tensor, Tensor] | None = None,
+    *,
+    dual: bool = False,
 ) -> Tensor:
-    """`split_heads(linear(x, weight, bias), width)`: [B, S, D] -> [B, H, S, width]."""
+    """`split_heads(linear(x, weight, bias), width)`, and `rotary` of it where tables are given.
+
+    Args:
+        x: [B, S, D], Tensor or Dual.
+        weight: [H * width, D].
+        bias: [H * width] or None.
+        width: of a head.
+        tables: cos and sin of `rotary`.
+
+    Returns:
+        [B, H, S, width], of x's kind.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
     y = F.linear(x, weight) if dual else F.linear(x, weight, bias)
     if dual and bias is not None:
         y = ops.add_bias(y, bias)
-    return y.unflatten(-1, (-1, width)).transpose(-3, -2)
+    y = y.view(*y.shape[:-1], -1, width).transpose(-3, -2)
+    if tables is None:
+        return y
+    if not dual:
+        return rotary(y, *tables)
+    report("rotary", "fused")
+    return ops.rotary(y, *tables)
+
+
+@_on_pairs(1, "stacked", by_rules=True)
+def linear_of_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dual: bool = False
+) -> Tensor:
+    """`linear(merge_heads(x), weight, bias)`: [B, H, S, D] -> [B, S, E], of x's kind."""
+    x = x.transpose(-3, -2).flatten(-2)
+    if not dual or bias is None:
+        return F.linear(x, weight, bias)
+    return ops.add_bias(F.linear(x, weight), bias)
 
 
 @_on_pairs(1, "stacked")

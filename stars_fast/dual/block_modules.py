@@ -54,21 +54,21 @@ def release_duals(block: Any) -> None:
     for module in modules_of(block):
         own = module.__dict__
         for key in own.keys() - _TORCHS:
-            own[key] = _released(own[key])
-        buffers: dict[str, Any] = module._buffers
-        for key in buffers.keys():  # noqa: SIM118 - those of TorchScript do not iterate
-            buffers[key] = _released(buffers[key])
+            value = own[key]
+            if type(value) is Dual:
+                own[key] = value.stack[0]
+            elif type(value) in _CONTAINERS and value:
+                own[key] = _primals(value)
+        if not module._buffers:
+            continue
+        for key, value in module._buffers.items():
+            if type(value) is Dual:
+                module._buffers[key] = value.stack[0]
 
 
 _CONTAINERS = (list, tuple, dict)
 # Attributes that torch gives every module; the buffers are looked at themselves.
 _TORCHS = frozenset(nn.Module().__dict__)
-
-
-def _released(value: Any) -> Any:
-    if type(value) is Dual:
-        return value.stack[0]
-    return _primals(value) if type(value) in _CONTAINERS and value else value
 
 
 def _primals(value: Any) -> Any:

@@ -69,8 +69,8 @@ def _plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if not any(type(arg) is Dual for arg in args):
-        return _plain_apply(cls, *args, **kwargs)
+    if Dual not in map(type, args):
+        return _unbound_apply.__get__(None, cls)(*args, **kwargs)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _KEEPERS:
         return _plain_apply(cls, *args, **kwargs)

@@ -146,8 +146,10 @@ class Dual(torch.Tensor):
 
 def pair_of(stack: Tensor) -> Dual:
     """The Dual of a stack that an op of this package gave, which needs no check."""
-    dtype, device, grad = stack.dtype, stack.device, stack.requires_grad
-    pair = _wrapper(Dual, stack.shape[1:], dtype=dtype, device=device, requires_grad=grad)
+    shape, dtype, device, grad = stack.shape[1:], stack.dtype, stack.device, stack.requires_grad
+    # By position takes a fifth less time: size, strides, storage_offset, memory_format, dtype,
+    # layout, device, pin_memory, requires_grad.
+    pair = _wrapper(Dual, shape, None, None, None, dtype, torch.strided, device, False, grad)
     pair.stack = stack
     pair.owner = state.running
     return pair

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
 from stars_fast.models.ouro.config import OURO_ACTIVATIONS, OuroConfig
-from stars_fast.models.plain_linear import project, project_heads
+from stars_fast.models.plain_linear import gated_mlp, project_heads, project_merged
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -61,13 +61,14 @@ class OuroAttention(nn.Module):
 
     def forward(self, x: Tensor, context: Context, turn: int) -> Tensor:
         context = context.on(x.device)
-        maps = self.q_proj, self.k_proj, self.v_proj
-        q, k, v = (project_heads(each, x, self.head_dim) for each in maps)
-        q, k = (functional.rotary(each, context.cos, context.sin) for each in (q, k))
+        tables = context.cos, context.sin
+        q = project_heads(self.q_proj, x, self.head_dim, tables)
+        k = project_heads(self.k_proj, x, self.head_dim, tables)
+        v = project_heads(self.v_proj, x, self.head_dim)
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, context.rows)
         out = attend(self, q, k, v, context.visible[self.kind])
-        return project(self.o_proj, functional.merge_heads(out))
+        return project_merged(self.o_proj, out)
 
 
 class OuroMLP(nn.Module):
@@ -81,8 +82,7 @@ class OuroMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(self.gate_proj, x), project(self.up_proj, x)
-        return project(self.down_proj, functional.gated(gate, up, self.activation))
+        return gated_mlp(self.gate_proj, self.up_proj, self.down_proj, x, self.activation)
 
 
 class OuroDecoderLayer(nn.Module):
