@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-SLOW = 5  # seconds of CPU time, which a busy machine changes less than the clock's
+SLOW = 4  # seconds of CPU time, which a busy machine changes less than the clock's
 SPREAD = ("test_every_op", "test_fuzz")  # files whose tests share nothing
 MODULES = {"torch", "F", "nn", "np", "functional", "special", "fft"}  # said in no id
 BEGAN = pytest.StashKey[float]()

@@ -63,6 +63,7 @@ def test_the_reader_fetches_nothing(site):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//", style.read_text())
 
 
+@pytest.mark.slow
 def test_formulas_are_mathml(site):
     assert (site / "mathematics.html").read_text().count("<math") > 100
     for page in site.rglob("*.html"):

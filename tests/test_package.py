@@ -44,6 +44,7 @@ def test_the_core_needs_neither_transformers_nor_matplotlib():
     assert python(code).strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_auto_classes_know_ouro_once_its_package_is_imported(tmp_path):
     pytest.importorskip("transformers")
     alone = f"""

@@ -95,6 +95,7 @@ def test_the_page_is_one_valid_file_without_references(folder, runs):
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", content)
 
 
+@pytest.mark.slow
 def test_every_picture_is_inlined_with_a_sentence(folder, runs):
     page = Page((folder / "analysis.html").read_text(encoding="utf-8"))
     shown = pictures(runs, 1.0)

@@ -91,6 +91,7 @@ def test_an_earlier_checkpoint_and_the_default_folder(home):
     assert content["settings"]["seed"] == 3
 
 
+@pytest.mark.slow
 def test_runs_and_checkpoints_beside_each_other(home, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("two and three\nare five\n\n\n  \nx\n\nwhat is this? " * 3)

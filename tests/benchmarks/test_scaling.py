@@ -67,6 +67,7 @@ def test_a_way_that_runs_out_of_memory_is_said_and_not_timed(monkeypatch, tmp_pa
     assert "out of memory" in (tmp_path / "scaling.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_wrong_way_fails_the_command(monkeypatch, tmp_path, capsys):
     whole = ways.WAYS["dual"]
     monkeypatch.setitem(ways.WAYS, "dual", lambda block, h, u: 2 * whole(block, h, u))

@@ -154,6 +154,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise(name, dtype):

@@ -18,6 +18,8 @@ from stars_fast.evaluation.sweep import SweepOptions, run_sweep
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
+pytestmark = pytest.mark.slow
+
 CAP = 20
 TURNS = (1, 2, 4)
 PAIRS = [(a, b) for a in range(1, 7) for b in (2, 7, 30)]

@@ -96,6 +96,7 @@ def test_two_processes_share_the_samples_and_find_what_one_finds(
     assert min(made) >= ROWS // 2
 
 
+@pytest.mark.slow
 def test_more_processes_than_samples_are_an_error(checkpoint, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(words_for(checkpoint, data, tmp_path, "--limit", "2")) == 2

@@ -98,6 +98,7 @@ def test_how_a_batch_is_split_does_not_matter(trained, per_item):
             assert row[name] == pytest.approx(found[0][1][name], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_packed_documents_have_the_gradient_of_padded_ones(trained, bounds, fraction):
@@ -111,6 +112,7 @@ def test_packed_documents_have_the_gradient_of_padded_ones(trained, bounds, frac
     assert_same(packed[0], rows[0], 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ouro", "llama"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_what_fills_a_packed_row_changes_nothing(trained, kind, fraction):

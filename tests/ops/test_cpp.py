@@ -229,6 +229,7 @@ def test_every_kernel_is_registered_and_tested():
     assert names == set(raw_calls())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(raw_calls()))
 def test_opcheck(name):
     torch.library.opcheck(getattr(torch.ops.stars_fast, name).cpp, raw_calls()[name])

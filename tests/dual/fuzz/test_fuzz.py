@@ -65,6 +65,7 @@ def test_programs_from_several_threads():
     assert not failing
 
 
+@pytest.mark.slow
 def test_every_op_is_drawn():
     drawn = {op for seed in range(1500) for op in write(seed).ops()}
     assert {op.name for op in OPS} - drawn == set()

@@ -1,4 +1,4 @@
-"""Triton 3.6 (that of torch 2.11) interprets no kernel with numpy >= 2.4: it makes Python numbers of
+"""Triton 3.6 (that of torch 2.11) interprets no kernel with numpy >= 2.4: it makes numbers of
 arrays of one entry, which numpy then refuses. A GPU and the compiled tests do not need it."""
 
 from importlib.metadata import version

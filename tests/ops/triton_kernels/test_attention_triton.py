@@ -146,6 +146,7 @@ def test_dense(shape, causal):
     check(*inputs(*shape), causal=causal)
 
 
+@pytest.mark.slow
 def test_a_longer_one():
     check(*inputs(1, 1, 1, 200, 200, 128), causal=True)
 

@@ -15,6 +15,8 @@ from stars_fast.training.run.trainer import train
 
 pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 RUN = {
     "method": "stars",
     "precision": "float32",

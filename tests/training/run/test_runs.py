@@ -17,6 +17,8 @@ from stars_fast.training.config import save_config
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
 
+pytestmark = pytest.mark.slow
+
 SPLIT = {
     "double-jsrr": {"method": "jsrr"},
     "double-truncated": {"method": "jsrr", "train": {"backprop_turns": 1}},
@@ -77,7 +79,6 @@ def close(row, expected):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", SPLIT)
 @pytest.mark.parametrize("split", ["fours", "ranks"])
 def test_one_batch_of_16_is_4_of_4_is_2_ranks_of_2_of_4(runs, case, split):
@@ -86,7 +87,6 @@ def test_one_batch_of_16_is_4_of_4_is_2_ranks_of_2_of_4(runs, case, split):
         assert close(row, expected), f"step {row['step']}: {row} is not {expected}"
 
 
-@pytest.mark.slow
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     found = rows(runs / "double-nan-ranks")
     assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1]
@@ -94,7 +94,6 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
     assert found[3]["loss"] is not None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_ten_steps_are_five_and_kill_and_five_more(runs, processes):
     straight, killed = runs / f"straight-{processes}", runs / f"killed-{processes}"

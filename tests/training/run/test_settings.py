@@ -53,6 +53,7 @@ def test_a_run_in_bf16_is_evaluated_as_it_judged_itself(tiny):
     assert {int(turns): value for turns, value in said.items()} == again
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_trains_sums(tiny):
     pytest.importorskip("torchao")
     config = tiny(precision="bfloat16", optim={"stochastic_rounding": True}, train={"steps": 2})

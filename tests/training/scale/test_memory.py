@@ -407,6 +407,7 @@ print(grown(wrapped, x) / grown(model, x))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for what a process holds")
 def test_ddp_holds_the_gradients_before_the_first_backward():
     command = [sys.executable, "-c", DDP]

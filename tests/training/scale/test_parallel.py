@@ -13,6 +13,8 @@ from stars_fast.training.scale.distributed import World, processes
 from stars_fast.training.scale.parallel import ParallelConfig, gradient_sync, parallelise
 from stars_fast.training.step.optim import OptimConfig, gradient_norm, make_optimizer, step_if
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[1] / "scripts" / "parallel.py"
 LAYERS = 2
 ALONE = World(0, 1, torch.device("cpu"))
@@ -35,7 +37,6 @@ def kind(request, found):
     return request.param, [each[request.param] for each in found]
 
 
-@pytest.mark.slow
 def test_gradients_of_a_window_are_those_of_one_process(kind):
     for found in kind[1]:
         trained, same = found["parameters"]
@@ -43,7 +44,6 @@ def test_gradients_of_a_window_are_those_of_one_process(kind):
         assert found["gradients"] < 1e-6
 
 
-@pytest.mark.slow
 def test_norm_and_clipping_are_those_of_whole_gradients(kind):
     for found in kind[1]:
         norm, expected = found["norms"]
