@@ -11,6 +11,8 @@ import pytest
 
 import stars_fast
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 
@@ -27,7 +29,6 @@ def site(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
 def test_every_public_name_has_an_entry(site):
     *_, names = (site / "objects.inv").read_bytes().split(b"\n", 4)
     entries = {}
@@ -54,7 +55,6 @@ def test_every_page_is_in_the_navigation():
     assert sorted(nav) == sorted(pages | {"CHANGELOG.md", "benchmarks/README.md"})
 
 
-@pytest.mark.slow
 def test_the_reader_fetches_nothing(site):
     for page in site.rglob("*.html"):
         text = page.read_text()
@@ -63,7 +63,6 @@ def test_the_reader_fetches_nothing(site):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//", style.read_text())
 
 
-@pytest.mark.slow
 def test_formulas_are_mathml(site):
     assert (site / "mathematics.html").read_text().count("<math") > 100
     for page in site.rglob("*.html"):
@@ -90,7 +89,6 @@ EXAMPLES = sorted(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_python_examples(page, tmp_path, monkeypatch):
     """The blocks of a page, one after the other; those that want the reader's data compile."""

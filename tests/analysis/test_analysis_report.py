@@ -30,6 +30,8 @@ from stars_fast.analysis.subjects import Request
 from stars_fast.analysis.trajectory import convergence_turns
 from stars_fast.base.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 PLAN = Plan(turns=12, jacobian_at=(1, 4, 12), probes=2)
 NASTY = "<b>run</b> & \"co\" 'x'"
 VOID = {"meta", "img", "br", "link", "hr", "input"}
@@ -77,7 +79,6 @@ class Page(HTMLParser):
             self.text.append(data)
 
 
-@pytest.mark.slow
 def test_the_page_is_one_valid_file_without_references(folder, runs):
     content = (folder / "analysis.html").read_text(encoding="utf-8")
     assert content.startswith("<!DOCTYPE html>")
@@ -95,7 +96,6 @@ def test_the_page_is_one_valid_file_without_references(folder, runs):
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", content)
 
 
-@pytest.mark.slow
 def test_every_picture_is_inlined_with_a_sentence(folder, runs):
     page = Page((folder / "analysis.html").read_text(encoding="utf-8"))
     shown = pictures(runs, 1.0)
@@ -187,7 +187,6 @@ def test_lines_and_bands_are_the_quartiles(runs, monkeypatch):
     assert below.get_xlim() == drawn[1].axes[3].get_xlim() == (-2, 2)  # one scale for all runs
 
 
-@pytest.mark.slow
 def test_one_run_and_many_are_drawn(runs):
     one = {"cycle": runs["cycle"]}
     many = {f"run {i}": runs["cycle"] for i in range(9)}

@@ -16,6 +16,8 @@ from stars_fast.models.saved import find_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
+pytestmark = pytest.mark.slow
+
 ROWS = 7
 
 
@@ -71,7 +73,6 @@ print(json.dumps([setting.definition(task) for task in tasks]))
 """
 
 
-@pytest.mark.slow
 def test_a_task_is_the_same_in_every_process(tmp_path):
     pytest.importorskip("math_verify", reason="math-verify is not installed")
     data = str(write_all(tmp_path))
@@ -82,7 +83,6 @@ def test_a_task_is_the_same_in_every_process(tmp_path):
     assert len(set(here)) == len(BENCHMARKS)
 
 
-@pytest.mark.slow
 def test_two_processes_share_the_samples_and_find_what_one_finds(
     checkpoint, data, swept, tmp_path, capsys
 ):
@@ -96,7 +96,6 @@ def test_two_processes_share_the_samples_and_find_what_one_finds(
     assert min(made) >= ROWS // 2
 
 
-@pytest.mark.slow
 def test_more_processes_than_samples_are_an_error(checkpoint, data, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert main(words_for(checkpoint, data, tmp_path, "--limit", "2")) == 2

@@ -150,6 +150,7 @@ def check_sandwich(branch, residual, weight_out, weight_in):
     check_pair(sandwich_case(normed), [branch, residual], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("normed", [True, False], ids=["normed", "added"])
 @pytest.mark.parametrize("shape", [(1, 3), (0, 8), (9, 33), (2, 5, 100), (2, 2048)], ids=str)

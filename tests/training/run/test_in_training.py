@@ -13,6 +13,8 @@ from stars_fast.training.run.in_training import run_tasks
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def ouro(tmp_path_factory):
