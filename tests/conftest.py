@@ -31,6 +31,12 @@ def cpu_time():
     return sum(os.times()[:4])
 
 
+@pytest.fixture(autouse=True)
+def _same_draws():
+    """What a test draws from torch does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
