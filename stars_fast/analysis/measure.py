@@ -126,8 +126,9 @@ class _Batch:
     def run(self) -> Trajectory:
         self.say(f"{self.plan.turns} turns")
         with torch.no_grad():
-            h0 = self.loop.prelude(self.batch.tokens)
-            self.block = self.loop.turn(h0, self.batch.samples)
+            self.e = self.loop.prelude(self.batch.tokens)
+            h0 = self.loop.first_state(self.e)
+            self.block = self.loop.turn(self.e, self.batch.samples)
         return trajectory(self.block, h0, self.plan.turns, mask=self.mask, visit=self._visit)
 
     def paths(self) -> np.ndarray:
@@ -176,7 +177,7 @@ class _Batch:
         state = part.cut(h)
         try:
             radius = spectral_radius(
-                self.loop.turn(state, part.tokens),
+                self.loop.turn(part.cut(self.e), part.tokens),
                 state,
                 mask=part.tokens.real,
                 method="arnoldi",

@@ -20,6 +20,9 @@ gives a `Dual`."""
 class Loop(ABC, nn.Module):
     """A looped model in its parts.
 
+        e = loop.prelude(tokens)
+        h, turn = loop.first_state(e), loop.turn(e, samples)
+
     model: it holds the weights.
     """
 
@@ -27,11 +30,21 @@ class Loop(ABC, nn.Module):
 
     @abstractmethod
     def prelude(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, S] int64 -> h^(0) [B, S, D]."""
+        """Token ids [B, S] int64 -> the prelude's output e [B, S, D]."""
+
+    def first_state(self, e: Tensor) -> Tensor:
+        """h^(0) [B, S, D], the state before the first turn: e itself in most models."""
+        return e
 
     @abstractmethod
-    def turn(self, h: Tensor, samples: Tokens) -> Turn:
-        """The turn for states of the shape, dtype and device of `h`, whose samples these are."""
+    def turn(self, e: Tensor, samples: Tokens) -> Turn:
+        """The turn for samples whose prelude gave `e`, for states of its shape, dtype and
+        device."""
+
+    @property
+    def injects(self) -> bool:
+        """Whether turns read values of e, besides the state."""
+        return False
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:

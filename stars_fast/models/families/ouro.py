@@ -70,9 +70,9 @@ class OuroLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
-    def turn(self, h: Tensor, samples: Tokens) -> Turn:
+    def turn(self, e: Tensor, samples: Tokens) -> Turn:
         model = self.model.model
-        context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
+        context = model.prepare(e, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)
 
     def logits(self, h: Tensor) -> Tensor:

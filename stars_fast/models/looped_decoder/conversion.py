@@ -96,7 +96,7 @@ def check_understood(looped: Any, model: Any) -> None:
         size = min(_TOKENS, model.config.vocab_size)
         tokens = torch.arange(size, device=looped.lm_head.weight.device).unsqueeze(0)
         expected = model(input_ids=tokens, use_cache=False).logits
-        context = inner.prepare(inner._like(tokens, None))
+        context = inner.prepare(inner.like(tokens))
         layers = list(getattr(model.base_model, layer_name(model.base_model)))
         every = DecoderLayers(list(enumerate(layers)), model.config, inner._rotary)
         h = inner.embed(tokens, context)

@@ -317,7 +317,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         """
         config = self.config
         check_arguments(kwargs, "looped decoder")
-        like = self._like(input_ids, inputs_embeds)
+        like = self.like(input_ids, inputs_embeds)
         limit = config.total_ut_steps if turns is None else turns
         depth = AdaptiveDepth(like, limit, config.convergence_tol if tol is None else tol, tol_per)
         given = past_key_values if cache is None else cache
@@ -355,7 +355,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         )
         return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
 
-    def _like(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    def like(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:
         """A tensor [B, S, D] without memory of the call's shape, dtype and device."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids: expected either input_ids or inputs_embeds")

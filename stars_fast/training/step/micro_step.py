@@ -7,14 +7,15 @@ from torch import Tensor
 
 from stars_fast.data.batches import MicroBatch
 from stars_fast.models.loop import Loop, Turn
+from stars_fast.tokens import Subset
 from stars_fast.training.step.settings import StepSettings
 from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_turn, run_turns
 
 
-def first_state(loop: Loop, batch: MicroBatch, precision: str) -> Tensor:
-    """h^(0) [B, S, D], in the dtype that the turns compute in."""
-    h = loop.prelude(batch.tokens)
-    return h.to(torch.bfloat16) if precision == "mixed" else h
+def prelude_output(loop: Loop, batch: MicroBatch, precision: str) -> Tensor:
+    """e [B, S, D], in the dtype that the turns compute in."""
+    e = loop.prelude(batch.tokens)
+    return e.to(torch.bfloat16) if precision == "mixed" else e
 
 
 class MicroStep:
@@ -22,6 +23,7 @@ class MicroStep:
 
     Attributes:
         loop, batch, config, step, recompute: the arguments; `step` is the number of the step.
+        e: the prelude's output [B, S, D].
         first: h^(0) [B, S, D].
         turn: one turn of the whole batch.
     """
@@ -39,8 +41,9 @@ class MicroStep:
         self.config = config
         self.step = step
         self.recompute = recompute
-        self.first = first_state(loop, batch, config.precision)
-        self.turn = loop.turn(self.first, batch.samples)
+        self.e = prelude_output(loop, batch, config.precision)
+        self.first = loop.first_state(self.e)
+        self.turn = loop.turn(self.e, batch.samples)
 
     def turns(self, number: int, run_later: int = 0) -> list[Tensor]:
         """The states [B, S, D] of the first `number` turns that are in the graph, h^(0) or later to
@@ -54,6 +57,16 @@ class MicroStep:
             self.recompute,
             by_layer(self.turn, self.loop.model) if self.recompute.turns else None,
         )
+
+    def turn_of(self, part: Subset | None, detach: bool) -> Turn:
+        """The turn of a part of the samples, of all where None; with `detach` no gradient reaches
+        the prelude through what the turn takes from it."""
+        if part is None and not (detach and self.loop.injects):
+            return self.turn
+        e, samples = self.e, self.batch.samples
+        if part is not None:
+            e, samples = part.cut(e), part.tokens
+        return self.loop.turn(e.detach() if detach else e, samples)
 
     def dual_turn(self, turn: Turn) -> Turn:
         """`turn`, this batch's or one of a part of it, to take the Jacobian of; with its layers

@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 SMALL = {
     "looped_lm": {"d_model": 32, "n_heads": 2, "d_ff": 64, "tokenizer": "tiny"},
+    "looped_decoder": {"path": "tiny", "width": 32, "depth": 3, "injection": "adapter"},
     "ouro": {"path": "tiny", "width": 32, "layers": 2},
 }
 """Of each family a section for a model that a test can train."""
