@@ -64,7 +64,8 @@ class LoopedDecoderConfig(PretrainedConfig):
         if isinstance(decoder, dict):
             decoder = AutoConfig.for_model(**decoder)
         self.decoder: Any = decoder
-        self.layers = list(range(self.decoder.num_hidden_layers)) if layers is None else layers
+        every = range(self.decoder.num_hidden_layers)
+        self.layers: list[int] = list(every if layers is None else layers)
         self.prelude = prelude
         self.block = len(self.layers) - prelude - coda if block is None else block
         self.coda = coda
@@ -79,7 +80,6 @@ class LoopedDecoderConfig(PretrainedConfig):
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))
         check_config(self)
-        self.layers = list(self.layers)
         kwargs["tie_word_embeddings"] = getattr(decoder, "tie_word_embeddings", False)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             kwargs.setdefault(name, getattr(decoder, name, None))

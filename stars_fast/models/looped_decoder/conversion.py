@@ -67,7 +67,7 @@ def take_over(cls: Any, config: Any, model: Any) -> Any:
             made.to_empty(device=like.device).to(like.dtype)
             _start(made)
     for calls in inner._calls:
-        calls.config = config.decoder
+        calls.config, calls.rotary = config.decoder, inner.rotary
     return looped
 
 
@@ -98,7 +98,7 @@ def check_understood(looped: Any, model: Any) -> None:
         expected = model(input_ids=tokens, use_cache=False).logits
         context = inner.prepare(inner.like(tokens))
         layers = list(getattr(model.base_model, layer_name(model.base_model)))
-        every = DecoderLayers(list(enumerate(layers)), model.config, inner._rotary)
+        every = DecoderLayers(list(enumerate(layers)), model.config, inner.rotary)
         h = inner.embed(tokens, context)
         h = run_layers(layers, h, every.arguments(h, context.tokens))
         found = looped.logits(inner.norm(h))

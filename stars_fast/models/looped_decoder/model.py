@@ -96,7 +96,8 @@ class LoopedDecoderPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif module is not self and not isinstance(module, PreTrainedModel):
-            self.base_model.stem._init_weights(module)
+            inner: Any = self.base_model
+            inner.stem._init_weights(module)
 
 
 class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
@@ -143,14 +144,15 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         self.gradient_checkpointing = False
         self._no_split_modules = list(self.stem._no_split_modules or [])
         self._calls = [
-            DecoderLayers(list(zip(places, part, strict=True)), config.decoder, self._rotary)
+            DecoderLayers(list(zip(places, part, strict=True)), config.decoder, self.rotary)
             for places, part in zip(config.parts, parts, strict=True)
         ]
         check_takes_cache(self._calls)
         self.post_init()
 
     @property
-    def _rotary(self) -> nn.Module | None:
+    def rotary(self) -> nn.Module | None:
+        """The decoder's rotary tables; None where its positions are not rotary."""
         return getattr(self.stem, "rotary_emb", None)
 
     def get_input_embeddings(self) -> Any:
@@ -207,10 +209,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         cache: LoopedDecoderCache | None,
         rows: Tensor | None = None,
     ) -> Context:
-        for calls in self._calls:
-            calls.rotary = self._rotary  # a copy of the model has its own
-        arguments = [calls.arguments(h, tokens) for calls in self._calls]
-        return Context(tokens, *arguments, inputs=inputs, cache=cache, rows=rows)
+        prelude, block, coda = (calls.arguments(h, tokens) for calls in self._calls)
+        return Context(tokens, prelude, block, coda, inputs, cache, rows)
 
     def embed(
         self, tokens: Tensor | None, context: Context, embeds: Tensor | None = None
@@ -248,15 +248,14 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         Raises:
             ValueError: the context has no inputs to inject.
         """
-        if self.config.injection != "none" and context.inputs is None:
-            raise ValueError(
-                f"inputs: expected the prelude's output [B, S, D] with injection "
-                f"{self.config.injection!r}, got None"
-            )
-        if self.adapter is not None:
-            h = self.adapter(h, context.inputs)
-        elif self.config.injection == "add":
-            h = h + context.inputs
+        if self.config.injection != "none":
+            if context.inputs is None:
+                raise ValueError(
+                    f"inputs: expected the prelude's output [B, S, D] with injection "
+                    f"{self.config.injection!r}, got None"
+                )
+            inputs = context.inputs
+            h = h + inputs if self.adapter is None else self.adapter(h, inputs)
         slots = None
         if context.cache is not None:
             slots = LayerSlots(context.cache, self.config.parts[1], turn=index, rows=context.rows)
