@@ -1,4 +1,4 @@
-"""A looped model of transformers in this package's own classes, loaded once for all numbers of turns."""
+"""A looped model of transformers in a class of this package, loaded once for all numbers of turns."""
 
 from __future__ import annotations
 
