@@ -1,4 +1,4 @@
-"""A looped model of transformers in a class of this package, loaded once for all numbers of turns."""
+"""A looped model of transformers in a class of this package, loaded once for all of its turns."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_looped_lm_on_chats_is_analysed_and_exported(run_of, tmp_path):
             "eval.tasks must be empty with model.family looped_lm",
         ),
         (OURO, SUMS, {"parallel": {"kind": "fsdp"}}, "parallel.kind must be auto or ddp with data"),
-        ({"family": "gpt9"}, SUMS, {}, "model.family must be one of looped_lm, ouro, got 'gpt9'"),
+        ({"family": "gpt9"}, SUMS, {}, "one of looped_decoder, looped_lm, ouro, got 'gpt9'"),
         (OURO, {"kind": "poems"}, {}, "data.kind must be one of chats, sums, text, got 'poems'"),
         (OURO, {**TEXT, "source": "nowhere.txt"}, {}, "data.source must be a text file or a glob"),
     ],
