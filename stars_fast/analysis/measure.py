@@ -126,8 +126,8 @@ class _Batch:
     def run(self) -> Trajectory:
         self.say(f"{self.plan.turns} turns")
         with torch.no_grad():
-            self.e = self.loop.prelude(self.batch.tokens)
-            h0 = self.loop.first_state(self.e)
+            self.e = self.loop.prelude(self.batch.tokens, self.batch.samples)
+            h0 = self.loop.first_state(self.e, self.batch.samples)
             self.block = self.loop.turn(self.e, self.batch.samples)
         return trajectory(self.block, h0, self.plan.turns, mask=self.mask, visit=self._visit)
 

@@ -53,8 +53,8 @@ def evaluate_adaptive(
         for tol in tols:
             right = taken = stuck = tokens = count = 0
             for batch in first_batches(loop, sums, limit, batch_size):
-                e = loop.prelude(batch.tokens)
-                h = loop.first_state(e)
+                e = loop.prelude(batch.tokens, batch.samples)
+                h = loop.first_state(e, batch.samples)
                 everything = torch.ones(h.shape[:2], dtype=torch.bool)
                 real = everything if batch.samples.real is None else batch.samples.real
                 real = real.to(h.device)

@@ -131,8 +131,8 @@ def _losses(loop: Loop, windows: Sequence[list[int]], pad: int, depths: Sequence
         index=0,
         real_tokens=len(places),
     )
-    e = loop.prelude(batch.tokens)
-    h, turn = loop.first_state(e), loop.turn(e, batch.samples)
+    e = loop.prelude(batch.tokens, batch.samples)
+    h, turn = loop.first_state(e, batch.samples), loop.turn(e, batch.samples)
     sums = []
     for done in range(1, max(depths) + 1):
         h = turn(h)

@@ -20,8 +20,8 @@ gives a `Dual`."""
 class Loop(ABC, nn.Module):
     """A looped model in its parts.
 
-        e = loop.prelude(tokens)
-        h, turn = loop.first_state(e), loop.turn(e, samples)
+        e = loop.prelude(tokens, samples)
+        h, turn = loop.first_state(e, samples), loop.turn(e, samples)
 
     model: it holds the weights.
     """
@@ -29,10 +29,10 @@ class Loop(ABC, nn.Module):
     model: nn.Module
 
     @abstractmethod
-    def prelude(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, S] int64 -> the prelude's output e [B, S, D]."""
+    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
+        """Token ids [B, S] int64 of these samples -> the prelude's output e [B, S, D]."""
 
-    def first_state(self, e: Tensor) -> Tensor:
+    def first_state(self, e: Tensor, samples: Tokens) -> Tensor:
         """h^(0) [B, S, D], the state before the first turn: e itself in most models."""
         return e
 
@@ -47,8 +47,8 @@ class Loop(ABC, nn.Module):
         return False
 
     @abstractmethod
-    def logits(self, h: Tensor) -> Tensor:
-        """h [B, S, D] after the last turn -> logits [B, S, V]."""
+    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
+        """h [B, S, D] after the last turn of these samples -> logits [B, S, V]."""
 
     @abstractmethod
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:

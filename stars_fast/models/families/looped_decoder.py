@@ -23,7 +23,7 @@ from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
-from stars_fast.tokens import Tokens
+from stars_fast.tokens import Tokens, describe_tokens
 
 TINY_MODEL = "tiny"
 """The path that stands for a decoder which the package makes, with random weights."""
@@ -89,34 +89,34 @@ class LoopedDecoderLoop(Loop):
         super().__init__()
         self.model: Any = model
 
-    def prelude(self, tokens: Tensor) -> Tensor:
+    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
         inner = self.model.model
-        context = inner.prepare(inner.like(tokens))
+        context = inner.prepare(inner.like(tokens), cu_seqlens=samples.cu_seqlens)
         return inner.prelude(inner.embed(tokens, context), context)
 
-    def first_state(self, e: Tensor) -> Tensor:
-        positions = torch.arange(e.shape[1], device=e.device).unsqueeze(0)
-        return self.model.model.first_state(e, positions)
+    def first_state(self, e: Tensor, samples: Tokens) -> Tensor:
+        tokens = describe_tokens(e, cu_seqlens=samples.cu_seqlens)
+        return self.model.model.first_state(e, tokens.positions)
 
     def turn(self, e: Tensor, samples: Tokens) -> Turn:
         inner = self.model.model
-        context = inner.prepare(e, inputs=e)
+        context = inner.prepare(e, cu_seqlens=samples.cu_seqlens, inputs=e)
         return lambda x: inner.turn(x, context)
 
     @property
     def injects(self) -> bool:
         return self.model.config.injection != "none"
 
-    def _read(self, h: Tensor) -> Tensor:
+    def _read(self, h: Tensor, samples: Tokens) -> Tensor:
         """The coda's output."""
         inner = self.model.model
-        return inner.coda(h, inner.prepare(h))
+        return inner.coda(h, inner.prepare(h, cu_seqlens=samples.cu_seqlens))
 
-    def logits(self, h: Tensor) -> Tensor:
-        return self.model.logits(self._read(h))
+    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
+        return self.model.logits(self._read(h, samples))
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        out = self._read(h)
+        out = self._read(h, batch.samples)
         if not self.model.head_is_linear:
             return token_loss(self.model.logits, out, batch.positions, batch.labels) / count
         rows = out.flatten(0, 1).index_select(0, batch.positions)
@@ -151,7 +151,7 @@ class LoopedDecoderFamily(Family):
     title = "Looped decoder"
     model_type = "looped_decoder"
     section = LoopedDecoderSection
-    shards = False
+    packs = True
     causal_lm = True
 
     def describe(self, section: LoopedDecoderSection) -> str:
@@ -165,10 +165,8 @@ class LoopedDecoderFamily(Family):
     ) -> tuple[nn.Module, Any]:
         need("transformers", "looped decoders")
         if section.path != TINY_MODEL:
-            return _start(section, section.path, dtype)
-        with tempfile.TemporaryDirectory() as folder:
-            _write_tiny(Path(folder), section, derive(seed, "init") % 2**32)
-            return _start(section, folder, dtype)
+            return _start(section, dtype)
+        return _start_tiny(section, dtype, derive(seed, "init") % 2**32)
 
     def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
         model.config.save_pretrained(folder)
@@ -229,11 +227,12 @@ class LoopedDecoderFamily(Family):
         )
 
 
-def _start(section: LoopedDecoderSection, path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
+    path = section.path
     options: dict[str, Any] = {"dtype": dtype}
     if section.attention is not None:
         options["attn_implementation"] = section.attention
@@ -270,9 +269,13 @@ def _check_same_loop(section: LoopedDecoderSection, config: Any) -> None:
             )
 
 
-def _write_tiny(folder: Path, section: LoopedDecoderSection, seed: int) -> None:
-    """A Llama with random weights and the package's tokenizer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _start_tiny(
+    section: LoopedDecoderSection, dtype: torch.dtype, seed: int
+) -> tuple[nn.Module, Any]:
+    """A Llama with random weights, looped, and the package's tokenizer."""
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
     config = LlamaConfig(
         vocab_size=TINY_VOCABULARY,
@@ -284,11 +287,18 @@ def _write_tiny(folder: Path, section: LoopedDecoderSection, seed: int) -> None:
         bos_token_id=0,
         eos_token_id=[2, 0],
         pad_token_id=0,
+        attn_implementation=section.attention,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    write_tokenizer(folder, train_tokenizer(TINY_VOCABULARY), config.max_position_embeddings)
+        decoder: Any = LlamaForCausalLM(config)
+    try:
+        model = LoopedDecoderForCausalLM.from_decoder(decoder.to(dtype), **section.loop)
+    except ValueError as error:
+        raise ConfigError(f"model: {error}") from error
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 512)
+        return model, AutoTokenizer.from_pretrained(folder)
 
 
 FAMILY = LoopedDecoderFamily()

@@ -67,7 +67,7 @@ class OuroLoop(Loop):
         super().__init__()
         self.model: Any = model
 
-    def prelude(self, tokens: Tensor) -> Tensor:
+    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
     def turn(self, e: Tensor, samples: Tokens) -> Turn:
@@ -75,7 +75,7 @@ class OuroLoop(Loop):
         context = model.prepare(e, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)
 
-    def logits(self, h: Tensor) -> Tensor:
+    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
         return self.model.lm_head(h)
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:

@@ -66,8 +66,7 @@ def take_over(cls: Any, config: Any, model: Any) -> Any:
         if made is not None:
             made.to_empty(device=like.device).to(like.dtype)
             _start(made)
-    for calls in inner._calls:
-        calls.config, calls.rotary = config.decoder, inner.rotary
+    inner._calls.config, inner._calls.rotary = config.decoder, inner.rotary
     return looped
 
 

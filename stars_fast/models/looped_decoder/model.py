@@ -143,10 +143,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         self.norm_between = nn.RMSNorm(width, 1e-6) if config.norm_between else None
         self.gradient_checkpointing = False
         self._no_split_modules = list(self.stem._no_split_modules or [])
-        self._calls = [
-            DecoderLayers(list(zip(places, part, strict=True)), config.decoder, self.rotary)
-            for places, part in zip(config.parts, parts, strict=True)
-        ]
+        used = [(place, layers[place]) for place in config.layers]
+        self._calls = DecoderLayers(used, config.decoder, self.rotary)
         check_takes_cache(self._calls)
         self.post_init()
 
@@ -165,7 +163,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
         """Settings and tensors that the context of a turn depends on besides the call."""
-        return self._calls[1].made_of()
+        return self._calls.made_of()
 
     # -- the parts of a call, one after the other
 
@@ -209,8 +207,11 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         cache: LoopedDecoderCache | None,
         rows: Tensor | None = None,
     ) -> Context:
-        prelude, block, coda = (calls.arguments(h, tokens) for calls in self._calls)
-        return Context(tokens, prelude, block, coda, inputs, cache, rows)
+        every = self._calls.arguments(h, tokens)
+        ends = self.config.prelude, self.config.prelude + self.config.block
+        return Context(
+            tokens, every[: ends[0]], every[slice(*ends)], every[ends[1] :], inputs, cache, rows
+        )
 
     def embed(
         self, tokens: Tensor | None, context: Context, embeds: Tensor | None = None
@@ -432,13 +433,12 @@ def layer_name(stack: Any) -> str:
     )
 
 
-def check_takes_cache(parts: list[DecoderLayers]) -> None:
+def check_takes_cache(calls: DecoderLayers) -> None:
     """Raise TypeError where a layer takes no cache of keys and values, as those without attention
     don't."""
-    for calls in parts:
-        for names in calls.accepted:
-            if not names & set(CACHE_NAMES):
-                raise TypeError(
-                    f"model: expected layers of attention that take {' or '.join(CACHE_NAMES)}, "
-                    f"got ones that take {sorted(names)}"
-                )
+    for names in calls.accepted:
+        if not names & set(CACHE_NAMES):
+            raise TypeError(
+                f"model: expected layers of attention that take {' or '.join(CACHE_NAMES)}, got "
+                f"ones that take {sorted(names)}"
+            )

@@ -64,7 +64,7 @@ def validation_losses(
 def losses_at(loop: Loop, batch: MicroBatch, precision: str, depths: Sequence[int]) -> Tensor:
     """[n]: summed cross entropy after each of the rising `depths`."""
     e = prelude_output(loop, batch, precision)
-    h, turn = loop.first_state(e), loop.turn(e, batch.samples)
+    h, turn = loop.first_state(e, batch.samples), loop.turn(e, batch.samples)
     found = []
     for done in range(1, max(depths) + 1):
         h = turn(h)

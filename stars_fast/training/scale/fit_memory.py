@@ -86,7 +86,7 @@ def measure(loop: Loop, batch: MicroBatch, config: RunConfig, dual: bool) -> Act
 
     return measure_activations(
         loop.model,
-        lambda: loop.first_state(prelude_output(loop, batch, config.precision)),
+        lambda: loop.first_state(prelude_output(loop, batch, config.precision), samples),
         turn,
         lambda h: loop.token_loss(h, batch, 1),
         penalty if dual else None,

@@ -14,7 +14,7 @@ from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_t
 
 def prelude_output(loop: Loop, batch: MicroBatch, precision: str) -> Tensor:
     """e [B, S, D], in the dtype that the turns compute in."""
-    e = loop.prelude(batch.tokens)
+    e = loop.prelude(batch.tokens, batch.samples)
     return e.to(torch.bfloat16) if precision == "mixed" else e
 
 
@@ -42,7 +42,7 @@ class MicroStep:
         self.step = step
         self.recompute = recompute
         self.e = prelude_output(loop, batch, config.precision)
-        self.first = loop.first_state(self.e)
+        self.first = loop.first_state(self.e, batch.samples)
         self.turn = loop.turn(self.e, batch.samples)
 
     def turns(self, number: int, run_later: int = 0) -> list[Tensor]:

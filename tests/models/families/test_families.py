@@ -33,9 +33,10 @@ from stars_fast.models.saved import find_model, load_model
 source = find_model(sys.argv[1])
 loop = source.family.loop(load_model(source, torch.float64))
 tokens, logits = torch.load(sys.argv[2])
-h = loop.prelude(tokens)
-turn = loop.turn(h, pickle.loads(bytes.fromhex(sys.argv[3])))
-found = loop.logits(turn(turn(h)))
+samples = pickle.loads(bytes.fromhex(sys.argv[3]))
+e = loop.prelude(tokens, samples)
+turn, h = loop.turn(e, samples), loop.first_state(e, samples)
+found = loop.logits(turn(turn(h)), samples)
 assert torch.allclose(found, logits, rtol=1e-9, atol=1e-9), (found - logits).abs().max()
 """
 
@@ -76,11 +77,11 @@ def parts(run):
 
 
 def logits_of(loop, batch, turns):
-    h = loop.prelude(batch.tokens)
-    turn = loop.turn(h, batch.samples)
+    e = loop.prelude(batch.tokens, batch.samples)
+    h, turn = loop.first_state(e, batch.samples), loop.turn(e, batch.samples)
     for _ in range(turns):
         h = turn(h)
-    return loop.logits(h)
+    return loop.logits(h, batch.samples)
 
 
 def test_a_section_has_defaults_and_says_what_it_means(family):
@@ -110,8 +111,8 @@ def test_its_turns_are_those_of_the_model(family, parts):
 
 def test_its_loss_is_that_of_its_logits(parts):
     loop, batch = parts
-    h = loop.prelude(batch.tokens)
-    rows = loop.logits(h).flatten(0, 1)[batch.positions]
+    h = loop.prelude(batch.tokens, batch.samples)
+    rows = loop.logits(h, batch.samples).flatten(0, 1)[batch.positions]
     expected = torch.nn.functional.cross_entropy(rows, batch.labels, reduction="sum")
     torch.testing.assert_close(loop.token_loss(h, batch, 3) * 3, expected)
     assert loop.vocabulary == rows.shape[1]
@@ -119,7 +120,7 @@ def test_its_loss_is_that_of_its_logits(parts):
 
 def test_its_layers_hold_the_weights_of_a_turn(parts):
     loop, batch = parts
-    h = loop.prelude(batch.tokens).detach()
+    h = loop.prelude(batch.tokens, batch.samples).detach()
     loop.turn(h, batch.samples)(h).square().sum().backward()
     held = {id(p) for layer in loop.layers for p in layer.parameters()}
     moved = {id(p) for p in loop.model.parameters() if p.grad is not None}

@@ -1,6 +1,8 @@
 """Decoders of several architectures trained with STARS as looped ones, judged and exported."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from stars_fast.base.tree import merge
 from stars_fast.cli import main
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
-from stars_fast.training.config import config_from, load_config
+from stars_fast.training.config import config_from, load_config, save_config
 from stars_fast.training.run.trainer import train
 
 pytestmark = pytest.mark.slow
@@ -111,6 +113,20 @@ def test_recomputed_layers_change_nothing(run_of):
     for other in ends[1:]:
         for name, tensor in ends[0].items():
             torch.testing.assert_close(other[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_are_one(run_of, tmp_path, kind):
+    """Tied weights too: Gemma's head is its embedding."""
+    config = run_of("gemma3", "one", model={"injection": "adapter"}, train={"steps": 3})
+    save_config(config, tmp_path / "recipe.yaml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    command += ["stars_fast.cli", "train", str(tmp_path / "recipe.yaml"), "--parallel.kind", kind]
+    subprocess.run([*command, "--out", str(tmp_path / "two")], check=True)
+    one, two = rows_of(train(config).folder), rows_of(tmp_path / "two")
+    for mine, theirs in zip(one, two, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert mine["penalty"] == pytest.approx(theirs["penalty"], rel=1e-4)
 
 
 def test_a_run_resumes_bit_for_bit(run_of):
