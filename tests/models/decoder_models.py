@@ -53,7 +53,7 @@ def decoder(name, dtype=torch.float64, **options):
     kind, config, sizes = (DECODERS | MORE)[name]
     head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
     torch.manual_seed(0)
-    settings = getattr(transformers, f"{config}Config")(**sizes, **options)
+    settings = getattr(transformers, f"{config}Config")(**(sizes | options))
     model = getattr(transformers, kind + head)(settings).to(dtype).eval()
     generator = torch.Generator().manual_seed(1)
     for p in model.parameters():

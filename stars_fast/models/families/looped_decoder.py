@@ -287,8 +287,8 @@ def _start_tiny(
         bos_token_id=0,
         eos_token_id=[2, 0],
         pad_token_id=0,
-        attn_implementation=section.attention,
     )
+    config._attn_implementation = section.attention
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         decoder: Any = LlamaForCausalLM(config)
