@@ -62,9 +62,7 @@ print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)
 print(type(AutoModel.from_pretrained({str(tmp_path)!r})).__module__)
 print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__module__)
 """
-    from decoder_models import decoder
 
-    from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
     from stars_fast.models.ouro.tiny import write_tiny_ouro
 
     write_tiny_ouro(tmp_path, remote_code=False)
