@@ -20,6 +20,7 @@ from stars_fast.base.optional import need
 from stars_fast.data.kinds import kind_named
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import family_named
+from stars_fast.models.lora import LoraConfig
 from stars_fast.training.recipes import read_recipe
 from stars_fast.training.run.eval_config import (
     EvalConfig,
@@ -35,6 +36,7 @@ from stars_fast.training.step.penalty import PenaltyConfig
 
 ALIASES = {
     "kind": "parallel.kind",
+    "dropout": "model.dropout",
     "reg_weight": "penalty.weight",
     "random_loop_mu": "depth.mu",
     "random_loop_sigma": "depth.sigma",
@@ -168,6 +170,7 @@ class RunConfig:
     precision: Literal["mixed", "float32", "bfloat16"] = "mixed"
     depth: DepthLaw = field(default_factory=DepthLaw)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -373,9 +376,9 @@ def _values(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def resolve(name: str, known: Sequence[str]) -> str:
     """The dotted path among `known` that `name` stands for; ConfigError if none or several do."""
-    name = ALIASES.get(name, name)
-    if name in known:
-        return name
+    for each in (ALIASES.get(name), name):
+        if each in known:
+            return each
     matches = [path for path in known if path.rpartition(".")[2] == name]
     if len(matches) == 1:
         return matches[0]
