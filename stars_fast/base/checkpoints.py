@@ -155,7 +155,8 @@ def read_tensors(path: Path, targets: dict[str, Tensor], group: dist.ProcessGrou
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What is small: the `state` and the `groups` of the optimiser that were saved, on the CPU.
+    """The small part of a checkpoint: the `state` that was saved and the optimiser's `groups`, on
+    the CPU.
 
     Raises:
         ConfigError: the checkpoint is damaged.

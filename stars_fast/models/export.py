@@ -93,7 +93,9 @@ def _base_of(source: ModelSource, turns: int | None, dtype: Any) -> str:
     if option is not None:
         raise ConfigError(f"{option}: expected none with adapter keep, which writes no whole model")
     if source.step is None or not source.adapted:
-        raise ConfigError(f"adapter: expected merge for what is no run with lora.rank, {source.path}")
+        raise ConfigError(
+            f"adapter: expected merge for what is no run with lora.rank, {source.path}"
+        )
     base = source.family.base(section_of(source.run))
     if base is None:
         raise ConfigError(

@@ -17,8 +17,8 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.kinds import OpenData, kind_named
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families import family_named
-from stars_fast.models.lora import adapt, base_dtype, fingerprint
 from stars_fast.models.loop import Loop
+from stars_fast.models.lora import adapt, base_dtype, fingerprint
 from stars_fast.training.run.eval_config import SumsEvalConfig, TextEvalConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.precision import autocast, parameter_dtype
