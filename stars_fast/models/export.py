@@ -16,7 +16,7 @@ from stars_fast.models.merge import merge
 from stars_fast.models.saved import ModelSource, find_model, load_model, tokenizer_place
 
 Adapter = Literal["merge", "keep"]
-"""What becomes of adapters: added to the weights they adapt, or written alone."""
+"""Adapters are added to the weights they adapt, or written alone."""
 
 
 def export_run(
@@ -94,7 +94,7 @@ def _base_of(source: ModelSource, turns: int | None, dtype: Any) -> str:
         raise ConfigError(f"{option}: expected none with adapter keep, which writes no whole model")
     if source.step is None or not source.adapted:
         raise ConfigError(
-            f"adapter: expected merge for what is no run with lora.rank, {source.path}"
+            f"adapter: expected merge for {source.path}, which is no run with lora.rank, got keep"
         )
     base = source.family.base(section_of(source.run))
     if base is None:

@@ -376,7 +376,7 @@ def _values(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def resolve(name: str, known: Sequence[str]) -> str:
     """The dotted path among `known` that `name` stands for; ConfigError if none or several do."""
-    for each in (ALIASES.get(name), name):
+    for each in (ALIASES.get(name, name), name):
         if each in known:
             return each
     matches = [path for path in known if path.rpartition(".")[2] == name]

@@ -48,9 +48,9 @@ class Checkpoints:
 
     Every process of `world` makes one and calls its methods, all in the same order. A checkpoint is
     a directory step-NNNNNN of distributed-checkpoint files, in which each process writes its share,
-    and a file of small state. With `trained_alone` it holds of the weights those that want a
-    gradient: the others never change and are elsewhere. It is written and flushed under another name and then renamed, so
-    that a directory of that name is complete whenever a process dies.
+    and a file of small state. It is written and flushed under another name and then renamed, so
+    that a directory of that name is complete whenever a process dies. With `trained_alone` it holds
+    of the weights those that want a gradient: the others never change, and are elsewhere.
     """
 
     def __init__(
