@@ -54,7 +54,8 @@ def load_adapter(path: str | Path, model: nn.Module) -> None:
         weights = {name.removeprefix(_PREFIX): value for name, value in weights.items()}
         found = peft.set_peft_model_state_dict(model, weights, ADAPTER)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path}: the adapter does not fit its base: {error}") from error
+        why = " ".join(line.strip() for line in str(error).split("\n")[:2])  # of one a weight
+        raise ValueError(f"{path}: the adapter does not fit its base: {why}") from error
     missing = [name for name in found.missing_keys if "lora_" in name]
     if missing or found.unexpected_keys:
         raise ValueError(

@@ -65,6 +65,7 @@ def export_run(
     base = None if adapter == "merge" else _base_of(source, turns, dtype)
     model = load_model(source, torch.float32 if source.adapted else None)
     beside, tokenizer = source.beside, tokenizer_place(source)
+    on_the_hub = source.step is None and not Path(tokenizer).is_dir()
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.") as folder:
         writing = Path(folder) / out.name
@@ -74,7 +75,7 @@ def export_run(
             source.family.export(
                 merge(model), writing, beside=beside, dtype=dtype, turns=turns, shard=max_shard_size
             )
-        if not Path(tokenizer).is_dir() or (Path(tokenizer) / "tokenizer_config.json").exists():
+        if on_the_hub or (Path(tokenizer) / "tokenizer_config.json").exists():
             source.family.tokenizer(tokenizer).save_pretrained(writing)
         if out.exists():
             out.rmdir()
