@@ -32,7 +32,7 @@ def adapter_base(path: str | Path) -> str | None:
     base = read_json(file).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise ValueError(
-            f"{file}: base_model_name_or_path must name the model that it adapts, got {base!r}"
+            f"{file}: base_model_name_or_path: expected the model that it adapts, got {base!r}"
         )
     return base
 

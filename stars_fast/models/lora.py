@@ -46,15 +46,15 @@ class LoraConfig:
         if self.alpha is not None:
             check_number("alpha", self.alpha, 0.0, open_low=True)
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+            raise ValueError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         if not self.targets or (ALL_LINEAR in self.targets and len(self.targets) > 1):
             raise ValueError(
-                f"targets must be {ALL_LINEAR} or names of linear maps, got {list(self.targets)}"
+                f"targets: expected {ALL_LINEAR} or names of linear maps, got {list(self.targets)}"
             )
         if self.per_turn:
             raise ValueError(
-                "per_turn must be false: all turns share one block, of whose Jacobian the penalty "
-                "is, and a model may take more turns than it was trained with; got true"
+                "per_turn: expected false, got true: all turns share one block, of whose Jacobian "
+                "the penalty is, and a model may take more turns than it was trained with"
             )
 
     @property

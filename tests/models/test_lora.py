@@ -97,13 +97,16 @@ def test_a_target_that_is_not_there_names_those_that_are(name):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"rank": 0}, "lora: rank must be an integer >= 1, got 0"),
-        ({"rank": "half"}, "lora.rank must be"),
-        ({"rank": 4, "alpha": 0}, r"lora: alpha must be a number in \(0, inf\), got 0"),
-        ({"rank": 4, "dropout": 1.0}, r"lora: dropout must be in \[0, 1\), got 1.0"),
-        ({"rank": 4, "targets": []}, "lora: targets must be all-linear or names"),
-        ({"rank": 4, "targets": "all-linear,q_proj"}, "lora: targets must be all-linear or names"),
-        ({"rank": 4, "per_turn": True}, "lora: per_turn must be false: all turns share one block"),
+        ({"rank": 0}, "lora: rank: expected an integer >= 1, got 0"),
+        ({"rank": "half"}, "lora.rank: expected an integer or none, got 'half'"),
+        ({"rank": 4, "alpha": 0}, r"lora: alpha: expected a number in \(0, inf\), got 0"),
+        ({"rank": 4, "dropout": 1.0}, r"lora: dropout: expected a number in \[0, 1\), got 1.0"),
+        ({"rank": 4, "targets": []}, "lora: targets: expected all-linear or names"),
+        (
+            {"rank": 4, "targets": "all-linear,q_proj"},
+            "lora: targets: expected all-linear or names",
+        ),
+        ({"rank": 4, "per_turn": True}, "lora: per_turn: expected false, got true: all turns"),
     ],
 )
 def test_settings_that_do_not_fit(wrong, message):

@@ -292,7 +292,7 @@ def test_an_adapter_s_tokenizer_and_base_are_found(mixed, tmp_path):
     config = json.loads((kept / "adapter_config.json").read_text())
     for base, message in (
         (str(tmp_path / "gone"), "kept: the base model of the adapter: .*gone does not exist"),
-        (None, "base_model_name_or_path must name the model that it adapts, got None"),
+        (None, "base_model_name_or_path: expected the model that it adapts, got None"),
     ):
         changed = config | {"base_model_name_or_path": base}
         (kept / "adapter_config.json").write_text(json.dumps(changed))
