@@ -98,7 +98,7 @@ def test_a_target_that_is_not_there_names_those_that_are(name):
     ("wrong", "message"),
     [
         ({"rank": 0}, "lora: rank: expected an integer >= 1, got 0"),
-        ({"rank": "half"}, "lora.rank: expected an integer or none, got 'half'"),
+        ({"rank": "half"}, "lora.rank: expected int, got 'half'"),
         ({"rank": 4, "alpha": 0}, r"lora: alpha: expected a number in \(0, inf\), got 0"),
         ({"rank": 4, "dropout": 1.0}, r"lora: dropout: expected a number in \[0, 1\), got 1.0"),
         ({"rank": 4, "targets": []}, "lora: targets: expected all-linear or names"),
