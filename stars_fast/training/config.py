@@ -56,6 +56,8 @@ class LoopConfig:
     accumulation: micro-batches per optimiser step on each rank, each with a depth of its own; at
         a fixed depth it does not change the loss.
     backprop_turns: gradient through the last so many turns only; none for all.
+    freeze: parts of the model that stay as they are: names of modules or parameters, or stretches
+        of the paths to them, such as embed_tokens,lm_head or layers.0.
     log_every: steps between lines of metrics.
     save_every: steps between checkpoints; 0 for the last step alone.
     keep: newest checkpoints kept; 0 for all.
@@ -75,6 +77,7 @@ class LoopConfig:
     micro_batch_size: int | None = None
     accumulation: int = 1
     backprop_turns: int | None = None
+    freeze: tuple[str, ...] = ()
     log_every: int = 10
     save_every: int = 500
     keep: int = 2
@@ -201,6 +204,11 @@ class RunConfig:
         if self.train.compile and self.parallel.sharded:
             raise ConfigError(
                 f"train.compile: expected false with parallel.kind {self.parallel.kind}"
+            )
+        if self.lora.wanted and self.train.freeze:
+            raise ConfigError(
+                "train.freeze: expected none with lora.rank, which freezes all but the adapters, "
+                f"got {','.join(self.train.freeze)}"
             )
         penalty = self.penalty
         kept = self.train.backprop_turns

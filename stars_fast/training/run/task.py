@@ -17,6 +17,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.kinds import OpenData, kind_named
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families import family_named
+from stars_fast.models.freeze import freeze
 from stars_fast.models.loop import Loop
 from stars_fast.models.lora import adapt, base_dtype, fingerprint
 from stars_fast.training.run.eval_config import SumsEvalConfig, TextEvalConfig
@@ -62,6 +63,7 @@ class Task:
         config, dtype = self.config, parameter_dtype(self.config.precision)
         if not config.lora.wanted:
             model, tokenizer = self.family.start(config.model, dtype, config.seed)
+            freeze(model, config.train.freeze)
             return self.family.loop(model), tokenizer
         need("peft", "LoRA adapters")  # before a model is loaded in vain
         frozen = base_dtype(config.precision)
