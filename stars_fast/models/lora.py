@@ -4,7 +4,7 @@ a looped model of any family, made by PEFT."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ class LoraConfig:
     dropout: of what the adapters read.
     targets: all-linear (every linear map of the block, and nothing outside it), or names of linear
         maps of the block, such as q_proj,v_proj or mlp.up_proj.
-    per_turn: adapters of its own for every turn; there are none, see the error.
+    per_turn: adapters of its own for every turn; only false, the error says why.
     """
 
     rank: int | None = None
@@ -128,7 +128,7 @@ def target_names(loop: Loop, targets: Sequence[str]) -> list[str]:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The modules of PEFT that hold an adapter, by name; none where PEFT is not installed."""
+    """The modules of PEFT that hold an adapter, by name."""
     names = {name: each for name, each in model.named_modules() if hasattr(each, "base_layer")}
     if not names:
         return {}
@@ -160,9 +160,5 @@ def _shortest(model: nn.Module, chosen: Sequence[str]) -> list[str]:
     """Last names that mean the chosen modules and no others of the model, else their full names:
     what an adapter's configuration says."""
     short = sorted({name.rpartition(".")[2] for name in chosen})
-    meant = [name for name, _ in model.named_modules() if _meant(name, short)]
+    meant = [n for n, _ in model.named_modules() if any(_is_named(n, each) for each in short)]
     return short if sorted(meant) == sorted(chosen) else list(chosen)
-
-
-def _meant(name: str, targets: Iterable[str]) -> bool:
-    return any(_is_named(name, each) for each in targets)
