@@ -3,6 +3,7 @@ what is exported, merged or kept, is the model that was trained."""
 
 import json
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -249,6 +250,19 @@ def test_an_export_is_the_model_that_was_trained(mixed, tmp_path):
         OuroForCausalLM.from_pretrained(export_run(mixed, tmp_path / "own"), dtype="auto").dtype
         == torch.bfloat16
     )
+
+
+def test_an_export_warns_of_what_rounding_takes(tmp_path, cache, base):
+    """Steps of 1e-5, in bf16 weights of about 1/6."""
+    changes = {"model": {"path": base}, "optim": {"lr": 1e-5}, "train": {"steps": 2}}
+    run = train(lora_run(tmp_path, cache, "run", precision="mixed", **changes)).folder
+    with pytest.warns(
+        UserWarning, match=r"weights in bfloat16 keep -?\d+% of what the adapters add"
+    ):
+        export_run(run, tmp_path / "rounded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_run(run, tmp_path / "whole", dtype=torch.float32)
 
 
 def test_an_adapter_that_was_kept_is_a_model(mixed, base, tmp_path, capsys):
