@@ -91,12 +91,10 @@ def completions_of(batch: Mapping[str, Any]) -> Collated:
     Raises:
         ValueError: one of them is missing.
     """
-    masks = [batch.get(name) for name in ("prompt_mask", "completion_mask")]
-    if not all(isinstance(mask, Tensor) for mask in masks):
-        raise ValueError(
-            f"prompt_mask, completion_mask: expected them in the batch, got {sorted(batch)}"
-        )
-    prompt, completion = (mask.cpu() != 0 for mask in masks)
+    for name in ("prompt_mask", "completion_mask"):
+        if not isinstance(batch.get(name), Tensor):
+            raise ValueError(f"{name}: expected it in the batch, got {sorted(batch)}")
+    prompt, completion = batch["prompt_mask"].cpu() != 0, batch["completion_mask"].cpu() != 0
     real = torch.cat([prompt, completion], 1)
     rows, length = real.shape
     scored = F.pad(completion, (prompt.shape[1], 0))

@@ -56,7 +56,8 @@ def export_run(
         source.family.export(
             model, writing, beside=beside, dtype=dtype, turns=turns, shard=max_shard_size
         )
-        if not Path(beside).is_dir() or (Path(beside) / "tokenizer_config.json").exists():
+        on_hub = source.step is None and not Path(beside).is_dir()
+        if on_hub or (Path(beside) / "tokenizer_config.json").exists():
             source.family.tokenizer(beside).save_pretrained(writing)
         if out.exists():
             out.rmdir()
