@@ -13,6 +13,7 @@ from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.run_data import data_of, open_data
+from stars_fast.models.adapter_folder import adapter_base
 from stars_fast.models.adaptive import Per
 from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.models.saved import find_model, load_model
@@ -128,7 +129,8 @@ def _no_run(path: str) -> str:
     """An error for a path that is no run folder."""
     try:
         check_exists(path)
-        check_folder(path)
+        if adapter_base(path) is None:
+            check_folder(path)
     except ValueError as error:
         return str(error)
     why = "it has no config.yaml" if Path(path).exists() else "there is no such folder"
