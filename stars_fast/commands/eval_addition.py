@@ -49,9 +49,12 @@ def run_addition(
     sources = {str(run): find_model(run, step) for run in runs}
     for run, source in sources.items():
         if not data_of(source)[0].exact_match:
+            how = "its validation loss is in results.json"
+            if source.family.causal_lm:
+                how = "it is evaluated with --tasks or --text"
             raise ConfigError(
                 f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on "
-                "sums: it is evaluated with --tasks or --text"
+                f"sums: {how}"
             )
     accuracy: dict[str, Curve] = {}
     adaptive: dict[str, Curves] = {}
@@ -131,7 +134,7 @@ def _no_run(path: str) -> str:
     except ValueError as error:
         return str(error)
     why = "it has no config.yaml" if Path(path).exists() else "there is no such folder"
-    return f"{path} is not a run folder: {why} (an Ouro model is evaluated with --tasks or --text)"
+    return f"{path} is not a run folder: {why} (a checkpoint is evaluated with --tasks or --text)"
 
 
 def _table(accuracy: dict[str, dict[int, float]]) -> str:

@@ -82,8 +82,8 @@ def _reason(folder: Path, types: Sequence[str]) -> str | None:
         return f"is a run folder, not a checkpoint: write one with stars-fast export {folder} DIR"
     if (folder / "checkpoints").is_dir() or (folder / "config.yaml").exists():
         return (
-            "is no run of an Ouro model (model/config.json is missing); the models of the addition "
-            "study have no public layout"
+            "is no run of an Ouro model (model/config.json is missing); of another run, stars-fast "
+            f"export {folder} DIR writes a checkpoint"
         )
     files = sorted(each.name for each in folder.iterdir())
     if (folder / "config.json").exists():

@@ -79,8 +79,8 @@ class ModelSource:
         """
         if not self.family.causal_lm:
             raise ConfigError(
-                f"{option} is for causal language models of transformers; {self.path} is a model "
-                f"of {self.family.title}"
+                f"{option}: expected causal language models of transformers, got {self.path}, a "
+                f"model of {self.family.title}"
             )
         need("transformers", f"{self.family.title} models")
         return self
