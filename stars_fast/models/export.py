@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -52,7 +52,7 @@ def export_run(
 
     Raises:
         FileExistsError: `out` holds files.
-        TypeError, ValueError: `turns` or `dtype` is of the wrong type or out of range.
+        TypeError, ValueError: `turns`, `dtype` or `adapter` is of the wrong type or out of range.
         stars_fast.base.errors.ConfigError: there is no such run or checkpoint in it, or nothing to
             "keep" in it.
     """
@@ -60,6 +60,8 @@ def export_run(
         check_integer("turns", turns, 1)
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    if adapter not in get_args(Adapter):
+        raise ValueError(f"adapter: expected one of {get_args(Adapter)}, got {adapter!r}")
     out = Path(out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"out: expected a new or empty folder, got {out}")
@@ -88,7 +90,7 @@ def export_run(
 
 def _warn_of_rounding(model: Any, dtype: torch.dtype | None) -> None:
     """Warn where merged weights in `dtype`, or the model's own, lose much of the adapters."""
-    dtype = dtype or getattr(model.config, "dtype", None) or torch.float32
+    dtype = dtype or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
     share = kept_share(model, dtype)
     if share < 0.9:
         warnings.warn(

@@ -324,6 +324,8 @@ def test_options_that_do_not_fit(mixed, tmp_path, cache):
     made = train(lora_run(tmp_path, cache, "made", train={"steps": 1})).folder
     with pytest.raises(ConfigError, match="made, whose base model the package made"):
         export_run(made, tmp_path / "out", adapter="keep")
+    with pytest.raises(ValueError, match=r"adapter: expected one of .*'keep'\), got 'drop'"):
+        export_run(mixed, tmp_path / "out", adapter="drop")
     whole = export_run(mixed, tmp_path / "whole")
     with pytest.raises(ConfigError, match=r"whole, which is no run with lora\.rank, got keep"):
         export_run(whole, tmp_path / "out", adapter="keep")
