@@ -314,7 +314,7 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"1 keys are not expected: model\.adapter"):
         LoopedDecoderForCausalLM.from_pretrained(tmp_path / "whole", injection="none")
     decoder("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(ValueError, match=r"must be a looped model .*got 'llama'"):
+    with pytest.raises(ValueError, match=r"is no looped model.*got 'llama'"):
         LoopedDecoderForCausalLM.from_pretrained(tmp_path / "llama")
 
 
@@ -363,15 +363,15 @@ def test_an_architecture_that_is_not_understood_is_refused():
     [
         ({"block": 4}, r"make up the 4 layers .* got 1 \+ 4 \+ 1"),
         ({"block": 1}, r"make up the 4 layers .* got 1 \+ 1 \+ 1"),
-        ({"prelude": 3}, "block must be an integer >= 1, got 0"),
-        ({"prelude": -1}, "prelude must be an integer >= 0, got -1"),
+        ({"prelude": 3}, "block: expected an integer >= 1, got 0"),
+        ({"prelude": -1}, "prelude: expected an integer >= 0, got -1"),
         ({"layers": [0, 1, 9]}, r"different layers among 0 to 3, got \[0, 1, 9\]"),
         ({"layers": [0, 1, 1]}, r"different layers among 0 to 3, got \[0, 1, 1\]"),
         ({"injection": "concat"}, "injection: expected one of none, add, adapter, got 'concat'"),
         ({"state": "zeros"}, "state: expected one of prelude, noise, learned, got 'zeros'"),
         ({"state": "noise"}, "injection: expected add or adapter with state 'noise'"),
-        ({"state_std": -1.0}, "state_std must be"),
-        ({"turns": 0}, "total_ut_steps must be an integer >= 1, got 0"),
+        ({"state_std": -1.0}, "state_std: expected a number"),
+        ({"turns": 0}, "total_ut_steps: expected an integer >= 1, got 0"),
     ],
 )
 def test_settings_out_of_range_are_named(options, message):
@@ -384,7 +384,7 @@ def test_arguments_out_of_range_are_named():
     cache = model(ids, turns=2, use_cache=True)
     cache = cache.get("cache", cache.get("past_key_values"))
     for error, message, given in (
-        (ValueError, "turns must be an integer >= 1", {"turns": 0}),
+        (ValueError, "turns: expected an integer >= 1", {"turns": 0}),
         (TypeError, r"looped decoder: unknown arguments \['turn'\]", {"turn": 2}),
         (ValueError, "at 2 turns and can't go on with 3", {"turns": 3, "cache": cache}),
         (TypeError, "expected a LoopedDecoderCache", {"cache": transformers.DynamicCache()}),

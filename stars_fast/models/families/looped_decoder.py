@@ -71,9 +71,9 @@ class LoopedDecoderSection:
         if self.block is not None:
             check_integer("block", self.block, 1)
         if self.width % 16:
-            raise ValueError(f"width must be a multiple of 16, got {self.width}")
+            raise ValueError(f"width: expected a multiple of 16, got {self.width}")
         if self.attention not in (None, "sdpa", "eager"):
-            raise ValueError(f"attention must be sdpa, eager or none, got {self.attention!r}")
+            raise ValueError(f"attention: expected sdpa, eager or none, got {self.attention!r}")
 
     @property
     def loop(self) -> dict[str, Any]:
@@ -159,6 +159,12 @@ class LoopedDecoderFamily(Family):
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
+
+    def base(self, section: LoopedDecoderSection) -> str | None:
+        """A looped decoder; what is looped only when a training starts is in no folder."""
+        if section.path == TINY_MODEL:
+            return None
+        return section.path if self.recognises(checkpoint_config(section.path)) else None
 
     def start(
         self, section: LoopedDecoderSection, dtype: torch.dtype, seed: int
@@ -264,8 +270,8 @@ def _check_same_loop(section: LoopedDecoderSection, config: Any) -> None:
         given = list(value) if isinstance(value, tuple) else value
         if value != getattr(default, name) and given != held:
             raise ConfigError(
-                f"model.{name} must be left out for {section.path}, which is looped with {held}, "
-                f"got {given}"
+                f"model.{name}: expected to be left out for {section.path}, which is looped with "
+                f"{held}, got {given}"
             )
 
 

@@ -160,7 +160,9 @@ def test_a_run_is_evaluated_analysed_exported_and_gone_on_from(run_of, tmp_path,
     changes = {"model": {"path": str(exported)}, "train": {"steps": 2}}
     further = train(run_of("mistral", "further", **changes)).folder
     assert rows_of(further)[0]["loss"] < rows_of(folder)[0]["loss"]
-    with pytest.raises(ConfigError, match=r"model\.injection must be left out .* with adapter"):
+    with pytest.raises(
+        ConfigError, match=r"model\.injection expected to be left out .* with adapter"
+    ):
         train(run_of("mistral", "other", **merge(changes, {"model": {"injection": "add"}})))
 
 
@@ -169,9 +171,9 @@ def test_a_run_is_evaluated_analysed_exported_and_gone_on_from(run_of, tmp_path,
     [
         ({"block": 9}, "counts that make up the 4 layers"),
         ({"layers": [0, 7]}, r"different layers among 0 to 3, got \[0, 7\]"),
-        ({"injection": "concat"}, "model.injection must be one of none.add.adapter"),
+        ({"injection": "concat"}, "model.injection: expected one of none.add.adapter"),
         ({"state": "noise"}, "expected add or adapter with state 'noise'"),
-        ({"attention": "flash_attention_2"}, "attention must be sdpa, eager or none"),
+        ({"attention": "flash_attention_2"}, "attention: expected sdpa, eager or none"),
         ({"path": "nowhere/to/be/found"}, "nowhere/to/be/found"),
     ],
 )
