@@ -161,7 +161,7 @@ def test_a_run_is_evaluated_analysed_exported_and_gone_on_from(run_of, tmp_path,
     further = train(run_of("mistral", "further", **changes)).folder
     assert rows_of(further)[0]["loss"] < rows_of(folder)[0]["loss"]
     with pytest.raises(
-        ConfigError, match=r"model\.injection expected to be left out .* with adapter"
+        ConfigError, match=r"model\.injection: expected to be left out .* with adapter"
     ):
         train(run_of("mistral", "other", **merge(changes, {"model": {"injection": "add"}})))
 
