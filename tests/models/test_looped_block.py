@@ -325,7 +325,7 @@ def test_a_loop_of_transformers_own_that_is_not_known_is_named():
     sizes = {"vocab_size": 11, "hidden_size": D, "intermediate_size": 24, "head_dim": 4}
     sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.DoryConfig(**sizes, n_input_layers=1, n_output_layers=1)
-    with pytest.raises(ValueError, match="got .*n_recurrent_loops=2.*; say what one turn is"):
+    with pytest.raises(ValueError, match=r"got .*n_recurrent_loops=2.*; say what one turn is"):
         looped_block(transformers.DoryForCausalLM(config))
 
 
