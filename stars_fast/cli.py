@@ -105,6 +105,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16", "float16"),
         help="of the weights (default: that of the run)",
     )
+    export.add_argument(
+        "--portable",
+        action="store_true",
+        help="with the model's code in one file: opens by trust_remote_code=True without stars_fast",
+    )
     export.set_defaults(command=_export)
 
     commands.add_parser("bench", help="in a clone: what the penalty costs (python -m benchmarks)")
@@ -219,7 +224,14 @@ def _export(args: argparse.Namespace) -> int:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     try:
-        export_run(args.run, args.out, step=args.step, turns=args.turns, dtype=dtype)
+        export_run(
+            args.run,
+            args.out,
+            step=args.step,
+            turns=args.turns,
+            dtype=dtype,
+            portable=args.portable,
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"written: {args.out}")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from stars_fast.base.checks import check_integer
+from stars_fast.models.portable import add_code
 from stars_fast.models.saved import find_model, load_model
 
 
@@ -19,6 +20,7 @@ def export_run(
     turns: int | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: str = "5GB",
+    portable: bool = False,
 ) -> Path:
     """Write the model of a run as a checkpoint in the layout of its family.
 
@@ -31,13 +33,16 @@ def export_run(
         turns: written as those of the model; its own by default.
         dtype: of the weights; that of the configuration by default.
         max_shard_size: of a file of weights.
+        portable: with the model's code in one file, so that `from_pretrained` of transformers opens
+            it with `trust_remote_code=True` where this package is not installed.
 
     Returns:
         `out`.
 
     Raises:
         FileExistsError: `out` holds files.
-        TypeError, ValueError: `turns` or `dtype` is of the wrong type or out of range.
+        TypeError, ValueError: `turns` or `dtype` is of the wrong type or out of range, or
+            `portable` for a family without such code.
         stars_fast.base.errors.ConfigError: there is no such run or checkpoint in it.
     """
     if turns is not None:
@@ -48,6 +53,9 @@ def export_run(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"out: expected a new or empty folder, got {out}")
     source = find_model(run, step)
+    code = source.family.code
+    if portable and code is None:
+        raise ValueError(f"portable: expected False for a model of {source.family.title}, got True")
     model = load_model(source)
     beside = source.beside
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -56,6 +64,8 @@ def export_run(
         source.family.export(
             model, writing, beside=beside, dtype=dtype, turns=turns, shard=max_shard_size
         )
+        if portable and code is not None:
+            add_code(writing, code, source.family.title)
         if not Path(beside).is_dir() or (Path(beside) / "tokenizer_config.json").exists():
             source.family.tokenizer(beside).save_pretrained(writing)
         if out.exists():

@@ -109,6 +109,7 @@ class OuroFamily(Family):
     section = OuroSection
     packs = True
     causal_lm = True
+    code = "modeling_ouro_portable"
 
     def describe(self, section: OuroSection) -> str:
         return f"Ouro ({section.path})"
