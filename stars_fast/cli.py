@@ -108,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--portable",
         action="store_true",
-        help="with the model's code in one file: opens by trust_remote_code=True without stars_fast",
+        help="with the model's code, by which transformers alone opens it (trust_remote_code=True)",
     )
     export.set_defaults(command=_export)
 

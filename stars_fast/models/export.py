@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from stars_fast.base.checks import check_integer
+from stars_fast.models.folders import has_tokenizer
 from stars_fast.models.portable import add_code
 from stars_fast.models.saved import find_model, load_model
 
@@ -66,7 +67,7 @@ def export_run(
         )
         if portable and code is not None:
             add_code(writing, code, source.family.title)
-        if not Path(beside).is_dir() or (Path(beside) / "tokenizer_config.json").exists():
+        if has_tokenizer(beside):
             source.family.tokenizer(beside).save_pretrained(writing)
         if out.exists():
             out.rmdir()

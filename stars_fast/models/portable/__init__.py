@@ -6,7 +6,11 @@ Such a file imports PyTorch and transformers alone, and nothing of this package 
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
+
+OURO = "ouro"
+"""The `model_type` in config.json."""
 
 _CLASSES = {
     "AutoConfig": "{}Config",
@@ -36,6 +40,26 @@ def holds_code(folder: str | Path, module: str) -> bool:
     gave the folder."""
     file = Path(folder).expanduser() / f"{module}.py"
     return file.is_file() and file.read_bytes() == _code(module)
+
+
+def register_config() -> None:
+    """Make Ouro's configuration known to transformers' `AutoConfig`, where no other is.
+
+    vLLM calls this in each of its processes (entry point `vllm.general_plugins`): its own Ouro,
+    which it had up to 0.26, brings no configuration. The class keeps `auto_map`, by which later
+    versions find the code of a folder. Where transformers can't give what it needs nothing happens:
+    other models have no part in this.
+    """
+    try:
+        from transformers import CONFIG_MAPPING, AutoConfig
+
+        if OURO in CONFIG_MAPPING:
+            return
+        from stars_fast.models.portable.modeling_ouro_portable import OuroConfig
+    except ImportError as error:
+        warnings.warn(f"stars_fast: Ouro is not known to transformers: {error}", stacklevel=2)
+        return
+    AutoConfig.register(OURO, OuroConfig)
 
 
 def _code(module: str) -> bytes:
