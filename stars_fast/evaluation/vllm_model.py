@@ -23,7 +23,7 @@ VLLM_BATCH = 256
 was handed is kept once all of it is done, so all prompts of a task would be too many."""
 
 GPU_SHARE = 0.9
-"""Of the GPU's memory, that vLLM takes."""
+"""Share of the GPU's memory that vLLM takes."""
 RESERVE = 4 * 2**30
 """Bytes of it for activations and CUDA graphs: an estimate, ample for models of this size."""
 VLLM_BLOCK = 16
