@@ -39,6 +39,11 @@ def test_train_resume_and_eval(here, capsys):
     assert "runs/tiny exists" in capsys.readouterr().err
     assert main(["train", "runs/tiny", "--resume", "--steps", "6"]) == 0
     assert main(["train", "runs/tiny/config.yaml", "--out", "runs/again"]) == 0
+    assert (
+        main(["export", "runs/tiny", "exported"]) == 0
+    )  # without a tokenizer, and none is asked for
+    assert (here / "exported/config.json").exists()
+    capsys.readouterr()
 
     assert main(["eval", "runs/tiny", "runs/again", "--turns", "1,2,8", "--limit", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -75,7 +80,7 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "tiny.yaml", "--train_file", "none.jsonl"], "none.jsonl"),
         (["eval", "nowhere"], "nowhere is not a run folder"),
         (["eval", "tiny", "--turns", "1,x"], "expected a positive integer, got 'x'"),
-        (["eval", "tiny", "--tol", "0.1,1"], "--tol must be in [0, 1), got 0.1,1.0"),
+        (["eval", "tiny", "--tol", "0.1,1"], "--tol: expected a value in [0, 1), got 0.1,1.0"),
         ([], "required"),
     ],
 )

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.attention_blocked import BlockedAttention
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import compiled, shapes
 from stars_fast.ops.spans import Spans
 
@@ -71,7 +71,7 @@ class _Fused(torch.autograd.Function):
         return out.detach()  # no view: it may be written to
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mu, spans, key_spans = ctx.saved_tensors
         backward = compiled("attention_backward", q)
@@ -115,10 +115,10 @@ def attention(
     """
     _check(q, k, v, spans)
     if spans is not None and (mask is not None or causal):
-        raise ValueError("attention: spans must be None when mask or causal is given")
+        raise ValueError("attention: spans: expected None when mask or causal is given")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            f"attention: q, k and v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -161,7 +161,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> None:
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"attention: the heads of q must be a multiple of those of k, "
+            f"attention: the heads of q: expected a multiple of those of k, "
             f"got {q.shape[2]} and {k.shape[2]}"
         )
     if spans is None:

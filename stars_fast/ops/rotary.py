@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import widen
 
@@ -38,7 +38,7 @@ class _Rotary(torch.autograd.Function):
         return implementation("rotary", x)(x, cos, sin, False).detach()  # no view
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("rotary")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return implementation("rotary", grad)(grad, cos, sin, True), None, None
@@ -58,7 +58,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: the shapes do not fit together.
     """
     if x.dim() not in (4, 5):
-        raise ValueError(f"rotary: x must be [.., B, H, S, D], got {list(x.shape)}")
+        raise ValueError(f"rotary: x: expected [.., B, H, S, D], got {list(x.shape)}")
     check_stack("rotary", "x", x, x.dim() == 5)
     batch, _, length, width = x.shape[-4:]
     fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, batch)

@@ -50,13 +50,13 @@ class OuroSection:
     def __post_init__(self) -> None:
         if self.gate not in ("frozen", "ignored"):
             raise ValueError(
-                f"gate must be frozen or ignored (training it is not part of STARS), got "
+                f"gate: expected frozen or ignored (training it is not part of STARS), got "
                 f"{self.gate!r}"
             )
         for name in ("width", "layers"):
             check_integer(name, getattr(self, name), 1)
         if self.width % 16:
-            raise ValueError(f"width must be a multiple of 16, got {self.width}")
+            raise ValueError(f"width: expected a multiple of 16, got {self.width}")
 
 
 class OuroLoop(Loop):
@@ -116,6 +116,9 @@ class OuroFamily(Family):
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
+
+    def base(self, section: OuroSection) -> str | None:
+        return None if section.path == TINY_MODEL else section.path
 
     def start(self, section: OuroSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
         need("transformers", "Ouro models")
