@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -12,7 +13,7 @@ from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
 from stars_fast.models.adapter_folder import write_adapter
 from stars_fast.models.families import section_of
-from stars_fast.models.merge import merge
+from stars_fast.models.merge import kept_share, merge
 from stars_fast.models.portable import add_code
 from stars_fast.models.saved import ModelSource, find_model, load_model, tokenizer_place
 
@@ -33,7 +34,8 @@ def export_run(
 ) -> Path:
     """Write the model of a run as a checkpoint in the layout of its family.
 
-    Adapters are added to the weights in fp32, which are then rounded to `dtype`.
+    Adapters are added to the weights in fp32, which are then rounded to `dtype`; a warning says so
+    where that takes a tenth of what they add or more.
 
     The folder appears whole or not at all.
 
@@ -54,8 +56,8 @@ def export_run(
 
     Raises:
         FileExistsError: `out` holds files.
-        TypeError, ValueError: `turns` or `dtype` is of the wrong type or out of range, or
-            `portable` for a family without such code.
+        TypeError, ValueError: `turns`, `dtype` or `adapter` is of the wrong type or out of range,
+            or `portable` for a family without such code.
         stars_fast.base.errors.ConfigError: there is no such run or checkpoint in it, or nothing to
             "keep" in it.
     """
@@ -63,6 +65,8 @@ def export_run(
         check_integer("turns", turns, 1)
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype: expected a torch.dtype, got {dtype!r}")
+    if adapter not in get_args(Adapter):
+        raise ValueError(f"adapter: expected one of {get_args(Adapter)}, got {adapter!r}")
     out = Path(out).resolve()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"out: expected a new or empty folder, got {out}")
@@ -81,6 +85,7 @@ def export_run(
         if base is not None:
             write_adapter(model, writing, base, source.family.causal_lm)
         else:
+            _warn_of_rounding(model, dtype)
             source.family.export(
                 merge(model), writing, beside=beside, dtype=dtype, turns=turns, shard=max_shard_size
             )
@@ -92,6 +97,18 @@ def export_run(
             out.rmdir()
         writing.rename(out)
     return out
+
+
+def _warn_of_rounding(model: Any, dtype: torch.dtype | None) -> None:
+    """Warn where merged weights in `dtype`, or the model's own, lose much of the adapters."""
+    dtype = dtype or getattr(getattr(model, "config", None), "dtype", None) or torch.float32
+    share = kept_share(model, dtype)
+    if share < 0.9:
+        warnings.warn(
+            f"weights in {str(dtype).removeprefix('torch.')} keep {share:.0%} of what the adapters "
+            "add; dtype float32 keeps all of it, and so does adapter keep",
+            stacklevel=3,
+        )
 
 
 def _base_of(source: ModelSource, whole: dict[str, Any]) -> str:
