@@ -68,6 +68,7 @@ CHECKS, COPIES = ("__post_init__", "check_types"), ("dataclasses.py", "base/tree
 
 LOOKED_AT = {
     "description": "in the list of recipes",
+    "lora.per_turn": "only false",
     "parallel.shard": "of hsdp: refused with another kind",
     "parallel.reshard": "of fsdp and hsdp: refused with another kind",
     "parallel.offload": "of fsdp and hsdp: refused with another kind",
@@ -116,6 +117,7 @@ VARIANTS = (
         "optim": {"schedule": "wsd"},
         "memory": {"recompute": "layer"},
     },
+    {"method": "stars", "lora": {"rank": 2}},
     {"method": "stars", "depth": {"curriculum_steps": 2}, "train": {"steps": None, "epochs": 0.1}},
 )
 
