@@ -72,6 +72,7 @@ LOOKED_AT = {
     "parallel.shard": "of hsdp: refused with another kind",
     "parallel.reshard": "of fsdp and hsdp: refused with another kind",
     "parallel.offload": "of fsdp and hsdp: refused with another kind",
+    "lora.per_turn": "refused if true",
 }
 """Fields that a plain run need not read, and why."""
 
@@ -123,6 +124,7 @@ VARIANTS = (
 
 
 def test_every_setting_of_the_addition_task_is_read(tiny_in, tmp_path, reads):
+    pytest.importorskip("peft")
     Config = config_class("looped_lm", "sums")
     seen = reads(Config)
     for number, changes in enumerate(VARIANTS):
@@ -133,6 +135,7 @@ def test_every_setting_of_the_addition_task_is_read(tiny_in, tmp_path, reads):
 
 def test_every_setting_of_ouro_is_read(tmp_path, reads):
     pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     from ouro_runs import ouro_run
 
     Config = config_class("ouro", "chats")
