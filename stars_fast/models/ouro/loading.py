@@ -26,9 +26,17 @@ def check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
     missing = [k for k in info["missing_keys"] if not (gate_may_miss and _GATE in k)]
     # A model without a head reads checkpoints that have one.
     unused = () if hasattr(model, "lm_head") else ("lm_head.weight",)
+    check_keys(source, missing, set(info["unexpected_keys"]).difference(unused), info)
+
+
+def check_keys(
+    source: str, missing: Iterable[str], unexpected: Iterable[str], info: dict[str, Any]
+) -> None:
+    """Raise ValueError where keys are missing, not expected or, by transformers' loading info, of
+    another shape."""
     problems = [
         _listed("are missing", missing),
-        _listed("are not expected", set(info["unexpected_keys"]).difference(unused)),
+        _listed("are not expected", unexpected),
         _listed("have another shape", (_shapes(each) for each in info["mismatched_keys"])),
     ]
     if any(problems):
