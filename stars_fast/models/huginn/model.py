@@ -95,9 +95,10 @@ class HuginnPreTrainedModel(PreTrainedModel):
                 init.zeros_(module.qk_bias)
         elif isinstance(module, HuginnMLP):
             # The public code draws the second half of the gated pair at the smaller scale too.
-            gate, up = module.fc.weight.chunk(2)
-            _truncated(gate, scales["std"])
-            _truncated(up, scales["out_proj"])
+            if not getattr(module.fc.weight, "_is_hf_initialized", False):  # halves don't know it
+                gate, up = module.fc.weight.chunk(2)
+                _truncated(gate, scales["std"])
+                _truncated(up, scales["out_proj"])
             _truncated(module.proj.weight, scales["out_proj"])
 
 
