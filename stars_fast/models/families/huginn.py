@@ -73,7 +73,7 @@ class HuginnLoop(Loop):
         return self.model.prelude(x, self.model.prepare(x))
 
     def begin(self, tokens: Tensor) -> Start:
-        """The initial state, which is noise, and the prelude's output, which every turn takes in."""
+        """The initial state, which is noise, and the prelude's output, which all turns take in."""
         inputs = self.prelude(tokens)
         return Start(self.model.first_state(inputs, self.model.prepare(inputs)), inputs)
 

@@ -55,7 +55,7 @@ class _Read:
 class HuginnForCausalLM(HuginnParts, GenerationMixin):
     """Huginn-0125, decoders retrofitted with recurrence, and what is trained from them.
 
-        model = HuginnForCausalLM.from_pretrained("tomg-group-umd/huginn-0125", dtype=torch.bfloat16)
+        model = HuginnForCausalLM.from_pretrained("tomg-group-umd/huginn-0125")
         model.generate(**inputs, turns=32, max_new_tokens=64)
 
     Loading never runs code of the checkpoint; keys that are missing, not expected or of another
@@ -268,7 +268,7 @@ def _turns(
     if num_steps is not None:
         if turns is not None:
             raise ValueError("num_steps: expected None when turns is given, got both")
-        steps = num_steps.tolist() if isinstance(num_steps, Tensor) else num_steps
+        steps: Any = num_steps.tolist() if isinstance(num_steps, Tensor) else num_steps
         if isinstance(steps, Sequence):
             if len(steps) != 2 or backprop_turns is not None:
                 raise ValueError(

@@ -165,6 +165,8 @@ class HuginnConfig(PretrainedConfig):
                 setattr(self, alias, kwargs.pop(alias))
         ends = self.n_layers_in_prelude + self.n_layers_in_coda
         self.n_layers = n_layers or ends + self.n_layers_in_recurrent_block
+        for name in ("n_embd", "n_heads", "mean_recurrence"):
+            check_integer(name, getattr(self, name), 1)
         self.num_key_value_heads = num_key_value_heads or self.n_heads
         self.head_dim = head_dim or self.n_embd // self.n_heads
         self.max_position_embeddings = max_position_embeddings or block_size

@@ -17,6 +17,10 @@ TABLE = "freqs_cis"
 """Key of Huginn's rotary table, a buffer of the public model. It follows from the configuration:
 written for public readers, and not read."""
 
+_QUIET: dict[str, Any] = {
+    f"_raise_exceptions_for_{what}": False
+    for what in ("missing_entries", "gated_repo", "connection_errors")
+}
 _FILES = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json")
 
 
@@ -49,8 +53,7 @@ def _keys(path: str | Path, where: dict[str, Any]) -> Iterable[str] | None:
     from transformers.utils.hub import cached_file
 
     for name in _FILES:
-        quiet = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "gated_repo")}
-        found = cached_file(str(path), name, **quiet, **where)
+        found = cached_file(str(path), name, **_QUIET, **where)
         if found is None:
             continue
         if name.endswith(".json"):

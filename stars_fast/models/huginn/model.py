@@ -13,6 +13,7 @@ recpre/raven_modeling_minimal.py (https://github.com/seal-rg/recurrent-pretraini
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ from stars_fast.dual.tensor import Dual
 from stars_fast.models.folders import check_folder
 from stars_fast.models.huginn.cache import HuginnCache
 from stars_fast.models.huginn.config import HuginnConfig, check_config
-from stars_fast.models.huginn.layers import FULL, LAYERS, HuginnAttention, HuginnMLP, HuginnRMSNorm
+from stars_fast.models.huginn.layers import FULL, LAYERS, HuginnAttention, HuginnRMSNorm
 from stars_fast.models.huginn.loading import TABLE, layout_of
 from stars_fast.models.huginn.state import fresh_seeds, noise_state
 from stars_fast.models.ouro.context import Context, make_context
@@ -66,18 +67,23 @@ class HuginnPreTrainedModel(PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs.pop("trust_remote_code", None)
         kwargs["ignore_mismatched_sizes"] = True  # reported below, with the others
-        if kwargs.get("config") is None and "layer_layout" not in kwargs:
+        config = kwargs.get("config")
+        if "layer_layout" not in kwargs and getattr(config, "layer_layout", None) is None:
             where = {name: kwargs[name] for name in _WHERE if name in kwargs}
-            if PretrainedConfig.get_config_dict(path, **where)[0].get("layer_layout") is None:
+            if isinstance(config, HuginnConfig):  # as the auto classes give it
+                kwargs["config"] = config = copy.deepcopy(config)
+                config.layer_layout = layout_of(path, **where)
+            elif PretrainedConfig.get_config_dict(path, **where)[0].get("layer_layout") is None:
                 kwargs["layer_layout"] = layout_of(path, **where)
-        model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         check_keys(str(path), info["missing_keys"], info["unexpected_keys"], info)
         return (model, info) if wants_info else model
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Truncated normals of the configuration's `init_values`, as published: those of maps that
-        end a branch are the smaller ones."""
+        """Truncated normals of the configuration's `init_values`, as published: smaller ones for
+        maps that end a branch, and for the half of `fc` that goes through no activation."""
         from transformers import initialization as init
 
         scales = self.config.init_values
@@ -86,20 +92,16 @@ class HuginnPreTrainedModel(PreTrainedModel):
         elif isinstance(module, nn.Embedding):
             _truncated(module.weight, scales["embedding"])
         elif isinstance(module, nn.Linear):
-            _truncated(module.weight, scales["std"])
+            name = next(name for name, each in self.named_modules() if each is module)
+            ends = name.endswith((".attn.proj", ".mlp.proj"))
+            _truncated(module.weight, scales["out_proj" if ends else "std"])
+            loaded = getattr(module.weight, "_is_hf_initialized", False)
+            if name.endswith(".mlp.fc") and not loaded:  # which its halves would not know
+                _truncated(module.weight.chunk(2)[1], scales["out_proj"])
             if module.bias is not None:
                 init.zeros_(module.bias)
-        elif isinstance(module, HuginnAttention):
-            _truncated(module.proj.weight, scales["out_proj"])
-            if module.qk_bias is not None:
-                init.zeros_(module.qk_bias)
-        elif isinstance(module, HuginnMLP):
-            # The public code draws the second half of the gated pair at the smaller scale too.
-            if not getattr(module.fc.weight, "_is_hf_initialized", False):  # halves don't know it
-                gate, up = module.fc.weight.chunk(2)
-                _truncated(gate, scales["std"])
-                _truncated(up, scales["out_proj"])
-            _truncated(module.proj.weight, scales["out_proj"])
+        elif isinstance(module, HuginnAttention) and module.qk_bias is not None:
+            init.zeros_(module.qk_bias)
 
 
 def _truncated(weight: Tensor, std: float) -> None:

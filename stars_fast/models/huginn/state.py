@@ -4,8 +4,8 @@
 
 as the public initial states are distributed (`initialize_state` in
 recpre/raven_modeling_minimal.py, https://github.com/seal-rg/recurrent-pretraining). u is made of a
-hash of seed, position and column, so that a token has the same state whatever stands beside or after it,
-whether a cache holds what comes before it, and on any device.
+hash of seed, position and column, so that a token has the same state whatever stands beside or
+after it, whether a cache holds what comes before it, and on any device.
 """
 
 from __future__ import annotations
