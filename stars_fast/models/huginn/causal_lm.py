@@ -45,7 +45,7 @@ class HuginnCausalLMOutput(CausalLMOutputWithPast):
 
 @dataclass
 class _Read:
-    """What the loss reads of a call."""
+    """The part of a call that the loss reads."""
 
     last_hidden_state: Tensor
     real: Tensor | None

@@ -17,10 +17,10 @@ from stars_fast.base.checks import check_integer, check_number
 from stars_fast.models.ouro.config import rotary_settings
 
 LAYOUTS = ("huginn", "llama", "olmo2")
-"""What a layer is made of; see `layers`."""
+"""The kinds of layers; see `layers`."""
 
 STATES = ("random", "embed-init")
-"""What the state starts from: noise, or the injected input."""
+"""The states before the first turn: noise, or the injected input."""
 
 _ONLY = {
     "block_class_name": "SandwichBlock",

@@ -111,7 +111,7 @@ class HuginnMLP(nn.Module):
 
 
 class HuginnLayer(nn.Module):
-    """What the layers of all layouts share, h [.., B, S, D] -> [.., B, S, D].
+    """The branches and norms of a layer of any layout, h [.., B, S, D] -> [.., B, S, D].
 
     Args:
         layer: its place: 0, 1, ... in the core and on into the coda, -1, -2, ... back into the

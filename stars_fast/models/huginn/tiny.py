@@ -87,11 +87,11 @@ RETROFITTED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
     },
 }
-"""What retrofitted models have instead, by what they were made from: Llama-3.2, TinyLlama-1.1B,
+"""Settings of retrofitted models instead, by what they were made from: Llama-3.2, TinyLlama-1.1B,
 OLMo-2-0425-1B."""
 
 SHAPES = ("huginn", *RETROFITTED)
-"""What a tiny checkpoint can look like."""
+"""The shapes that a tiny checkpoint can have."""
 
 
 def write_tiny_huginn(
