@@ -400,7 +400,7 @@ def attention(
         return ops.attention(q, k, v, mask, causal, scale, spans=spans)
     if spans is not None:
         if mask is not None or causal:
-            raise ValueError("attention: spans must be None when mask or causal is given")
+            raise ValueError("attention: spans: expected None when mask or causal is given")
         key = torch.arange(k.shape[-2], device=q.device)
         first, stop = spans.queries[:, None].unsqueeze(-2).unbind(-1)
         mask = (first <= key) & (key < stop)

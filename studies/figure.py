@@ -23,7 +23,7 @@ def draw_panels(
         ValueError: there is nothing to draw, ImportError without matplotlib.
     """
     if not results:
-        raise ValueError("results must hold at least one finished setting, got none")
+        raise ValueError("results: expected at least one finished setting, got none")
     parts: dict[str, list[SettingCurves]] = {}
     for result in results:
         parts.setdefault(result.levels[panels] if panels else "", []).append(result)

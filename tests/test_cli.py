@@ -75,7 +75,7 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "tiny.yaml", "--train_file", "none.jsonl"], "none.jsonl"),
         (["eval", "nowhere"], "nowhere is not a run folder"),
         (["eval", "tiny", "--turns", "1,x"], "expected a positive integer, got 'x'"),
-        (["eval", "tiny", "--tol", "0.1,1"], "--tol must be in [0, 1), got 0.1,1.0"),
+        (["eval", "tiny", "--tol", "0.1,1"], "--tol: expected a value in [0, 1), got 0.1,1.0"),
         ([], "required"),
     ],
 )

@@ -35,19 +35,19 @@ def principal_plane(
             `components`.
     """
     if paths.ndim != 3:
-        raise ValueError(f"paths must be [N, T + 1, D], got {list(paths.shape)}")
+        raise ValueError(f"paths: expected [N, T + 1, D], got {list(paths.shape)}")
     if not 1 <= components <= paths.shape[2]:
-        raise ValueError(f"components must be in 1..{paths.shape[2]}, got {components}")
+        raise ValueError(f"components: expected a value in 1..{paths.shape[2]}, got {components}")
     points = paths.astype(np.float64).reshape(-1, paths.shape[2])
     finite = np.isfinite(points).all(1)
     if not finite.any():
-        raise ValueError("paths must hold a finite point, got none")
+        raise ValueError("paths: expected a finite point, got none")
     scale = np.abs(points[finite]).max() or 1.0  # squares of a path that diverges would overflow
     scaled = points[finite] / scale
     mean = scaled.mean(0) if origin is None else origin / scale
     _, s, axes = np.linalg.svd(scaled - mean, full_matrices=False)
     if len(s) < components:
-        raise ValueError(f"paths must hold at least {components} finite points, got {len(s)}")
+        raise ValueError(f"paths: expected at least {components} finite points, got {len(s)}")
     axes, variance = axes[:components], s**2
     signs = np.sign(axes[np.arange(components), np.abs(axes).argmax(1)])
     axes = axes * np.where(signs == 0, 1.0, signs)[:, None]

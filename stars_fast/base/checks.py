@@ -36,7 +36,7 @@ def check_kind(name: str, value: Any, kind: type) -> None:
 def check_integer(name: str, value: int, low: int) -> None:
     """Raise ValueError unless `value` is an integer of at least `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} must be an integer >= {low}, got {value!r}")
+        raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
 
 
 def check_number(
@@ -48,4 +48,4 @@ def check_number(
     inside = number and low <= value <= high and value < float("inf")
     if not inside or (open_low and value == low):
         bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if high < float('inf') else ')'}"
-        raise ValueError(f"{name} must be a number in {bounds}, got {value!r}")
+        raise ValueError(f"{name}: expected a number in {bounds}, got {value!r}")

@@ -19,7 +19,7 @@ def names_of(settings: Mapping[str, Any]) -> tuple[str, str]:
     """
     task = settings.get("task", "addition")
     if task not in TASKS:
-        raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        raise ConfigError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     sections = (settings.get("model"), "family"), (settings.get("data"), "kind")
     family, kind = (
         section.get(key, name) if isinstance(section, Mapping) else name

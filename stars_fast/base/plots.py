@@ -42,11 +42,13 @@ def accuracy_against_turns(
             names a label that `accuracy` lacks.
     """
     if not accuracy or not all(accuracy.values()):
-        raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
+        raise ValueError(f"accuracy: expected at least one point for every label, got {accuracy}")
     for label, points in accuracy.items():
         for turns, value in points.items():
             if not 0.0 <= value <= 1.0:
-                raise ValueError(f"accuracy must be in [0, 1], got {value} for {label} at {turns}")
+                raise ValueError(
+                    f"accuracy: expected a value in [0, 1], got {value} for {label} at {turns}"
+                )
     figure, (axis,) = new_figure(1, width=7.5, height=4.4)
     _accuracy_lines(axis, accuracy, ylabel)
     turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
@@ -78,13 +80,17 @@ def accuracy_against_compute(
             turns is not positive.
     """
     if not points or not all(points.values()):
-        raise ValueError(f"points must hold at least one point for every label, got {points}")
+        raise ValueError(f"points: expected at least one point for every label, got {points}")
     for label, pairs in points.items():
         for turns, value in pairs:
             if not 0.0 <= value <= 1.0:
-                raise ValueError(f"points: accuracy must be in [0, 1], got {value} for {label}")
+                raise ValueError(
+                    f"points: accuracy: expected a value in [0, 1], got {value} for {label}"
+                )
             if not turns > 0:
-                raise ValueError(f"points: mean turns must be positive, got {turns} for {label}")
+                raise ValueError(
+                    f"points: mean turns: expected a positive number, got {turns} for {label}"
+                )
     figure, (axis,) = new_figure(1, width=7.5, height=5.0)
     for index, (label, pairs) in enumerate(points.items()):
         _turns_line(axis, index, label, {turns: 100 * value for turns, value in pairs})
@@ -145,9 +151,9 @@ def accuracy_and_radius(
         ValueError: there is nothing to draw, or the labels differ.
     """
     if not accuracy or not all(accuracy.values()):
-        raise ValueError(f"accuracy must hold at least one point for every label, got {accuracy}")
+        raise ValueError(f"accuracy: expected at least one point for every label, got {accuracy}")
     if list(radius) != list(accuracy):
-        raise ValueError(f"radius must have the labels {list(accuracy)}, got {list(radius)}")
+        raise ValueError(f"radius: expected the labels {list(accuracy)}, got {list(radius)}")
     figure, (above, below) = new_figure(2, width=7.5, height=7.6)
     _accuracy_lines(above, accuracy, "sums answered exactly")
     for index, (label, points) in enumerate(radius.items()):
@@ -176,7 +182,7 @@ def loss_against_turns(
         ValueError: there is nothing to draw.
     """
     if not losses or not all(losses.values()):
-        raise ValueError(f"losses must hold at least one point for every label, got {losses}")
+        raise ValueError(f"losses: expected at least one point for every label, got {losses}")
     figure, (axis,) = new_figure(1, width=7.5, height=4.4)
     for index, (label, points) in enumerate(losses.items()):
         places = sorted(points)
@@ -220,7 +226,7 @@ def training_curves(
         if any(row.get(key) is not None for rows in by_label.values() for row in rows)
     ]
     if not panels:
-        raise ValueError("runs must hold rows with loss, penalty, grad_norm or lr, got none")
+        raise ValueError("runs: expected rows with loss, penalty, grad_norm or lr, got none")
     figure, axes = new_figure(len(panels), width=8.0, height=1.9 * len(panels) + 0.6)
     for axis, (key, name, scale) in zip(axes, panels, strict=True):
         for index, (label, rows) in enumerate(by_label.items()):

@@ -57,5 +57,5 @@ class RunFolder:
         except (ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{self.config} can't be read: {error}") from error
         if not isinstance(found, dict):
-            raise ConfigError(f"{self.config} must be a mapping of settings, got {found!r}")
+            raise ConfigError(f"{self.config}: expected a mapping of settings, got {found!r}")
         return found

@@ -140,7 +140,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if typing.get_origin(hint) is typing.Literal:
         if value in typing.get_args(hint):
             return value
-        raise ConfigError(f"{path} must be one of {type_name(hint)}, got {value!r}")
+        raise ConfigError(f"{path}: expected one of {type_name(hint)}, got {value!r}")
     if typing.get_origin(hint) in (tuple, list):
         if isinstance(value, str):
             value = [part for part in value.strip("[]() ").split(",") if part.strip()]
@@ -149,7 +149,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
             return typing.get_origin(hint)(_convert(item, part, path) for part in value)
     elif (converted := _scalar(hint, value)) is not None:
         return converted
-    raise ConfigError(f"{path} must be {type_name(hint)}, got {value!r}")
+    raise ConfigError(f"{path}: expected {type_name(hint)}, got {value!r}")
 
 
 def _scalar(hint: type, value: Any) -> Any:

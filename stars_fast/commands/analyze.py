@@ -130,11 +130,11 @@ def _jacobian_at(options: argparse.Namespace) -> tuple[int, ...]:
     from stars_fast.base.errors import ConfigError
 
     if options.turns < 2:
-        raise ConfigError(f"--turns must be at least 2, got {options.turns}")
+        raise ConfigError(f"--turns: expected at least 2, got {options.turns}")
     asked = options.jacobian_at or [t for t in JACOBIAN_AT if t <= options.turns]
     if max(asked) > options.turns:
         raise ConfigError(
-            f"--jacobian-at must be at most --turns, {options.turns}, got "
+            f"--jacobian-at: expected at most --turns, {options.turns}, got "
             f"{','.join(map(str, asked))}"
         )
     return tuple(sorted({*asked, options.turns}))

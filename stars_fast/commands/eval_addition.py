@@ -41,7 +41,7 @@ def run_addition(
     from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
 
     if any(not 0 <= tol < 1 for tol in tols):
-        raise ConfigError(f"--tol must be in [0, 1), got {','.join(map(str, tols))}")
+        raise ConfigError(f"--tol: expected a value in [0, 1), got {','.join(map(str, tols))}")
     for run in runs:
         if not (Path(run) / "config.yaml").exists():
             raise ConfigError(_no_run(run))

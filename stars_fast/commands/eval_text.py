@@ -106,11 +106,11 @@ def read_texts(options: TextOptions) -> Iterator[str]:
         raise ConfigError(f"--text {options.text}: {error}") from error
     if options.column not in rows.column_names:
         raise ConfigError(
-            f"--column must be one of the columns {rows.column_names}, got {options.column!r}"
+            f"--column: expected one of the columns {rows.column_names}, got {options.column!r}"
         )
     for row in rows.select_columns(options.column):
         if not isinstance(row[options.column], str | None):
-            raise ConfigError(f"--column must hold text, got {row[options.column]!r:.80}")
+            raise ConfigError(f"--column: expected text, got {row[options.column]!r:.80}")
         yield row[options.column] or ""
 
 

@@ -52,7 +52,7 @@ class AdditionConfig:
         for name, low in (("digits", 1), ("train_samples", 1), ("test_samples", 1), ("seed", 0)):
             check_integer(name, getattr(self, name), low)
         if self.digits > MAX_DIGITS:
-            raise ValueError(f"digits must be at most {MAX_DIGITS}, got {self.digits}")
+            raise ValueError(f"digits: expected at most {MAX_DIGITS}, got {self.digits}")
 
 
 class AdditionTokenizer:
@@ -74,7 +74,7 @@ class AdditionTokenizer:
         ids = [int(i) for i in ids]
         unknown = sorted({i for i in ids if not 0 <= i < self.vocab_size})
         if unknown:
-            raise ValueError(f"ids must be in 0..{self.vocab_size - 1}, got {unknown}")
+            raise ValueError(f"ids: expected a value in 0..{self.vocab_size - 1}, got {unknown}")
         return "".join(self.alphabet[i] for i in ids)
 
 
@@ -120,7 +120,7 @@ class AdditionData:
             ValueError: another split.
         """
         if split not in ("train", "test"):
-            raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+            raise ValueError(f"split: expected 'train' or 'test', got {split!r}")
         sequences = (self.train if split == "train" else self.test)[indices]
         tokens, targets = sequences[:, :-1], sequences[:, 1:]
         first = 2 * self.config.digits + 1  # the place of `=`, which predicts the answer
@@ -145,7 +145,7 @@ def token_ids(tokenizer: Any) -> list[int]:
     missing = [each for each, ids in zip(alphabet, found, strict=True) if len(ids) != 1]
     if missing:
         raise ValueError(
-            f"the model's tokenizer must have one token for each of {alphabet!r}, got none for "
+            f"the model's tokenizer: expected one token for each of {alphabet!r}, got none for "
             f"{missing}"
         )
     return [ids[0] for ids in found]
@@ -214,18 +214,18 @@ def _parse_sum(line: str, digits: int) -> tuple[int, int]:
         if key not in record:
             raise ValueError(f"missing key {key!r}")
         if type(record[key]) is not kind:
-            raise ValueError(f"{key} must be {kind.__name__}, got {record[key]!r}")
+            raise ValueError(f"{key}: expected {kind.__name__}, got {record[key]!r}")
     a, b, answer = record["num1"], record["num2"], record["answer"]
     for key in ("num1", "num2", "answer"):
         if record[key] < 0:
-            raise ValueError(f"{key} must not be negative, got {record[key]}")
+            raise ValueError(f"{key}: expected 0 or more, got {record[key]}")
     for key in ("num1", "num2"):
         if not 10 ** (digits - 1) <= record[key] < 10**digits:
-            raise ValueError(f"{key} must have {digits} digits, got {record[key]}")
+            raise ValueError(f"{key}: expected {digits} digits, got {record[key]}")
     if answer != a + b:
-        raise ValueError(f"answer must be {a} + {b} = {a + b}, got {answer}")
+        raise ValueError(f"answer: expected {a} + {b} = {a + b}, got {answer}")
     if record["expression"].replace(" ", "") != f"{a}+{b}":
-        raise ValueError(f"expression must be '{a} + {b}', got {record['expression']!r}")
+        raise ValueError(f"expression: expected '{a} + {b}', got {record['expression']!r}")
     return a, b
 
 
@@ -243,7 +243,7 @@ def _pairs(config: AdditionConfig) -> tuple[np.ndarray, np.ndarray]:
         if common:
             a, b = min(common)
             raise ValueError(
-                f"test_file must not share sums with train_file, got {len(common)} in both, "
+                f"test_file: expected no sums of train_file, got {len(common)} in both, "
                 f"such as {a} + {b}"
             )
     # The test split first: it does not change with the number of training sums.

@@ -105,7 +105,7 @@ class Batches:
         self.total = accumulation * world_size
         if batch_size % self.total:
             raise ValueError(
-                f"batch_size must be a multiple of accumulation x processes = {accumulation} x "
+                f"batch_size: expected a multiple of accumulation x processes = {accumulation} x "
                 f"{world_size}, got {batch_size}"
             )
         self.source = source
@@ -231,7 +231,7 @@ def batch_indices(seed: int, step: int, batch_size: int, n: int) -> Tensor:
         ("n", n, 1),
     ):
         if value < low:
-            raise ValueError(f"{name} must be >= {low}, got {value}")
+            raise ValueError(f"{name}: expected >= {low}, got {value}")
     place, end = step * batch_size, (step + 1) * batch_size
     parts = []
     while place < end:

@@ -82,14 +82,14 @@ class ChatDataConfig:
     def __post_init__(self) -> None:
         for name in ("source", "split"):
             if not getattr(self, name).strip():
-                raise ValueError(f"{name} must not be empty")
+                raise ValueError(f"{name}: expected text, got none")
         if (self.prompt is None) != (self.answer is None):
             raise ValueError(
                 f"prompt and answer must come together, got {self.prompt!r} and {self.answer!r}"
             )
         if self.messages is not None and self.prompt is not None:
             raise ValueError(
-                f"messages must be none beside prompt and answer, got {self.messages!r}"
+                f"messages: expected none beside prompt and answer, got {self.messages!r}"
             )
         for name, low in (("max_length", 2), ("validation", 0)):
             check_integer(name, getattr(self, name), low)
@@ -98,12 +98,12 @@ class ChatDataConfig:
                 check_integer(name, getattr(self, name), 1)
         if self.row_length is not None and self.row_length < self.max_length:
             raise ValueError(
-                f"row_length must be at least max_length, {self.max_length}, or none, got "
+                f"row_length: expected at least max_length, {self.max_length}, or none, got "
                 f"{self.row_length}"
             )
         if self.supervise not in ("assistant", "all"):
             raise ValueError(
-                f"supervise must be one of ('assistant', 'all'), got {self.supervise!r}"
+                f"supervise: expected one of ('assistant', 'all'), got {self.supervise!r}"
             )
 
 
@@ -147,7 +147,7 @@ class ChatEncoder:
     ) -> None:
         if not tokenizer.is_fast:
             raise ValueError(
-                f"tokenizer must be a fast one, for its character offsets, got "
+                f"tokenizer: expected a fast one, for its character offsets, got "
                 f"{type(tokenizer).__name__}"
             )
         self.tokenizer = tokenizer
@@ -260,7 +260,7 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
         return template
     if missing := sorted(set(SPECIAL_TOKENS[1:]) - set(tokenizer.get_vocab())):
         raise ValueError(
-            f"tokenizer must have a chat template, or the tokens of ChatML for the usual one; it "
+            f"tokenizer: expected a chat template, or the tokens of ChatML for the usual one; it "
             f"has no {missing}"
         )
     return CHAT_TEMPLATE

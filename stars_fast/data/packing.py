@@ -29,12 +29,12 @@ def pack(lengths: Sequence[int] | np.ndarray, row_length: int, seed: int) -> lis
     check_integer("seed", seed, 0)
     lengths = np.asarray(lengths, np.int64)
     if lengths.ndim != 1:
-        raise ValueError(f"lengths must have one dimension, got shape {lengths.shape}")
+        raise ValueError(f"lengths: expected one dimension, got shape {lengths.shape}")
     if not len(lengths):
         return []
     if lengths.min() < 1 or lengths.max() > row_length:
         raise ValueError(
-            f"lengths must be from 1 to row_length, {row_length}, got {lengths.min()} to "
+            f"lengths: expected values from 1 to row_length, {row_length}, got {lengths.min()} to "
             f"{lengths.max()}"
         )
     rng = np.random.default_rng(seed)

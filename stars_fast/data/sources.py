@@ -60,7 +60,7 @@ def find_source(config: ChatDataConfig, seed: int) -> Source:
         return _files(found, config)
     if path.suffix in READERS or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.source):
         raise ValueError(
-            f"data.source must be a hub id, an existing file or folder, or {TINY_CHAT}, got "
+            f"data.source: expected a hub id, an existing file or folder, or {TINY_CHAT}, got "
             f"{config.source!r}"
         )
     rows = _load(config, config.source, config.subset)
@@ -83,7 +83,7 @@ def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
         fitting = [columns for columns in COLUMNS if set(columns) <= set(names)]
         if len(fitting) != 1:
             raise ValueError(
-                f"data.source must have one of the columns {_listed(COLUMNS)}, or name its own "
+                f"data.source: expected one of the columns {_listed(COLUMNS)}, or name its own "
                 f"with data.messages, or data.prompt and data.answer; it has "
                 f"{_listed(fitting) if fitting else 'none of them'} among {names}"
             )
@@ -91,10 +91,10 @@ def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
         given = dict(zip(fields, fitting[0], strict=True))
     for field, name in given.items():
         if name not in names:
-            raise ValueError(f"data.{field} must be one of the columns {names}, got {name!r}")
+            raise ValueError(f"data.{field}: expected one of the columns {names}, got {name!r}")
         kind = rows.features[name]
         if field != "messages" and getattr(kind, "dtype", "") not in ("string", "large_string"):
-            raise ValueError(f"data.{field} must be a column of text, got {name!r} of {kind}")
+            raise ValueError(f"data.{field}: expected a column of text, got {name!r} of {kind}")
     return tuple(given.values())
 
 
@@ -121,15 +121,15 @@ def conversation(row: Mapping[str, Any], columns: Sequence[str]) -> list[Message
         taken = [{"role": m["role"], "content": m["content"]} for m in messages]
     except (TypeError, KeyError) as error:
         raise ValueError(
-            f"data.messages: {columns[0]!r} must be a list of messages with role and content, got "
-            f"{str(messages)[:200]}"
+            f"data.messages: {columns[0]!r}: expected a list of messages with role and content, "
+            f"got {str(messages)[:200]}"
         ) from error
     for value in (value for message in taken for value in message.values()):
         if value is None:
             return None
         if not isinstance(value, str):
             raise ValueError(
-                f"data.messages: role and content in {columns[0]!r} must be text, got "
+                f"data.messages: role and content in {columns[0]!r}: expected text, got "
                 f"{str(value)[:200]}"
             )
     return taken
@@ -161,7 +161,7 @@ def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
     readers = {READERS.get(kind) for kind in kinds}
     if None in readers or len(readers) > 1:
         raise ValueError(
-            f"data.source must be files of one kind among {', '.join(READERS)}, got "
+            f"data.source: expected files of one kind among {', '.join(READERS)}, got "
             f"{', '.join(map(str, paths[:10]))}"
         )
     _no_subset(config)
@@ -191,7 +191,7 @@ def _saved(path: Path, config: ChatDataConfig) -> Dataset:
     if isinstance(saved, datasets.Dataset):
         return saved
     if config.split not in saved:
-        raise ValueError(f"data.split must be one of {sorted(saved)}, got {config.split!r}")
+        raise ValueError(f"data.split: expected one of {sorted(saved)}, got {config.split!r}")
     return saved[config.split]
 
 
@@ -221,7 +221,7 @@ def _load(
 
 def _no_subset(config: ChatDataConfig) -> None:
     if config.subset is not None:
-        raise ValueError(f"data.subset must be none for files, got {config.subset!r}")
+        raise ValueError(f"data.subset: expected none for files, got {config.subset!r}")
 
 
 def _stamp(path: Path) -> list[Any]:

@@ -129,7 +129,7 @@ class TokenisedChats:
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens [S] int32 and targets [S] bool of a document, read-only."""
         if not 0 <= index < len(self):
-            raise IndexError(f"index must be in 0..{len(self) - 1}, got {index}")
+            raise IndexError(f"index: expected a value in 0..{len(self) - 1}, got {index}")
         place = slice(self.offsets[index], self.offsets[index + 1])
         return self.tokens[place], self.targets[place]
 
@@ -321,7 +321,7 @@ def _read_info(path: Path) -> ChatInfo:
 
 def _map(path: Path, kind: type, size: int) -> np.ndarray:
     if path.stat().st_size != size * np.dtype(kind).itemsize:
-        raise ValueError(f"{path} must have {size} of {np.dtype(kind)}")
+        raise ValueError(f"{path}: expected {size} of {np.dtype(kind)}")
     return np.memmap(path, kind, "r", shape=(size,))
 
 

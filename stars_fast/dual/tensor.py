@@ -59,10 +59,10 @@ class Dual(torch.Tensor):
                 "fused_jsrr on a state that carries a tangent (detach it where a number is meant)"
             )
         if not (stack.is_floating_point() or stack.is_complex()):
-            raise TypeError(f"Dual: stack must be floating point, got {stack.dtype}")
+            raise TypeError(f"Dual: stack: expected floating point, got {stack.dtype}")
         shape = stack.shape
         if not shape or shape[0] != 2:
-            raise ValueError(f"Dual: stack must have shape [2, ...], got {list(shape)}")
+            raise ValueError(f"Dual: stack: expected shape [2, ...], got {list(shape)}")
         self = _wrapper(
             cls,
             shape[1:],

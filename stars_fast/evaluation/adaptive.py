@@ -45,7 +45,7 @@ def evaluate_adaptive(
         ValueError: `tols` is empty or a number is out of range, named.
     """
     if not tols:
-        raise ValueError("tols must hold a tolerance at least, got none")
+        raise ValueError("tols: expected a tolerance at least, got none")
     was_training = loop.model.training
     loop.model.eval()
     found = {}

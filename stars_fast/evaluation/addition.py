@@ -35,7 +35,7 @@ def evaluate(
             `batch_size` is not positive.
     """
     if not turns or any(not isinstance(t, int) or t < 1 for t in turns):
-        raise ValueError(f"turns must be integers >= 1, got {list(turns)}")
+        raise ValueError(f"turns: expected integers >= 1, got {list(turns)}")
     was_training = loop.model.training
     loop.model.eval()
     right, count = dict.fromkeys(turns, 0), 0
@@ -61,7 +61,7 @@ def first_batches(loop: Loop, sums: Source, limit: int, batch_size: int) -> Iter
     """
     for name, value in (("limit", limit), ("batch_size", batch_size)):
         if value < 1:
-            raise ValueError(f"{name} must be >= 1, got {value}")
+            raise ValueError(f"{name}: expected >= 1, got {value}")
     device = next(loop.parameters()).device
     count = min(limit, len(sums))
     for start in range(0, count, batch_size):

@@ -103,7 +103,7 @@ def _lm_eval_name(name: str) -> str:
 def _load(index: Any, name: str, data: str | None, option: str) -> Any:
     spec = _lm_eval_name(name)
     if spec in (*index.all_groups, *index.all_tags):
-        raise ConfigError(f"{option} must be single tasks, got {name}, which stands for several")
+        raise ConfigError(f"{option}: expected single tasks, got {name}, which stands for several")
     with tempfile.TemporaryDirectory() as folder:
         if data is not None:
             spec = _with_local_data(index, name, Path(data), Path(folder))
@@ -114,7 +114,7 @@ def _load(index: Any, name: str, data: str | None, option: str) -> Any:
                 f"{option} {name}: can't load it: {type(error).__name__}: {error}"
             ) from error
     if len(tasks) != 1:
-        raise ConfigError(f"{option} must be single tasks, got {name}, which stands for several")
+        raise ConfigError(f"{option}: expected single tasks, got {name}, which stands for several")
     return tasks[0]
 
 
@@ -133,7 +133,7 @@ def _with_local_data(index: Any, name: str, data: Path, folder: Path) -> str:
     label = Path(name).stem if is_yaml(name) else name
     rows = data / f"{label}.jsonl"
     if not rows.is_file():
-        raise ConfigError(f"--data must hold {rows.name} for the task {name}, got {data}")
+        raise ConfigError(f"--data: expected {rows.name} for the task {name}, got {data}")
     try:
         check_utf8(rows)
     except ValueError as error:

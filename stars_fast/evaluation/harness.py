@@ -30,7 +30,7 @@ def index_tasks(tasks: Sequence[str], option: str) -> Any:
     unknown = [task for task in tasks if task not in known and not is_yaml(task)]
     if unknown:
         raise ConfigError(
-            f"{option} must be names of lm-eval's tasks (stars-fast lm-eval ls tasks lists them) "
+            f"{option}: expected names of lm-eval's tasks (stars-fast lm-eval ls tasks lists them) "
             f"or YAML files of tasks, got {', '.join(unknown)}"
         )
     return index

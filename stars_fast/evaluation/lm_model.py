@@ -74,7 +74,7 @@ class StarsFastLM(Recording, HFLM):
             if not (Path(pretrained) / "config.json").exists():  # else it is checked when loaded
                 check_folder(pretrained)
         if tol_per not in get_args(Per):
-            raise ValueError(f"tol_per must be one of {get_args(Per)}, got {tol_per!r}")
+            raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {tol_per!r}")
         super().__init__(pretrained, backend="causal", **others)
         self.tol_per = tol_per
         set_turns(self.model.config, turns, tol)

@@ -21,7 +21,7 @@ def device_for(asked: str | None) -> str:
     except RuntimeError:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device must be cpu, cuda, cuda:1, ..., got {asked!r}")
+        raise ConfigError(f"--device: expected cpu, cuda, cuda:1, ..., got {asked!r}")
     if device.type == "cuda" and (device.index or 0) >= there:
         raise ConfigError(f"--device is {asked} but PyTorch sees {there} CUDA devices")
     return str(device)

@@ -71,7 +71,7 @@ def evaluate_setting(
     lm = model.at(setting.turns, setting.tol)
     if setting.generates and options.cap >= lm.max_length:
         raise ConfigError(
-            f"--max-new-tokens must be less than the {lm.max_length} tokens that the model was "
+            f"--max-new-tokens: expected less than the {lm.max_length} tokens that the model was "
             f"made for, got {options.cap}"
         )
     lm.journal = Journal(folder, _rank())

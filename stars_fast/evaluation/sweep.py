@@ -91,9 +91,9 @@ def _settings(options: SweepOptions, tasks: Sequence[OpenTask]) -> Iterator[Sett
 def _check(options: SweepOptions) -> None:
     for tol in options.tols:
         if not 0 <= tol < 1:
-            raise ConfigError(f"--tol must be in [0, 1), got {tol}")
+            raise ConfigError(f"--tol: expected a value in [0, 1), got {tol}")
     if options.shots is not None and options.shots < 0:
-        raise ConfigError(f"--num-fewshot must be 0 or more, got {options.shots}")
+        raise ConfigError(f"--num-fewshot: expected 0 or more, got {options.shots}")
     if options.backend == "vllm" and any(options.tols):
         raise ConfigError("--tol: expected none with --backend vllm, which runs all turns")
     if options.system is not None and not options.chat:

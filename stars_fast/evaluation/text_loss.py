@@ -68,7 +68,7 @@ def text_loss(
         TypeError, ValueError: an argument out of range, or no text.
     """
     if not turns:
-        raise ValueError("turns must hold a number of turns at least, got none")
+        raise ValueError("turns: expected a number of turns at least, got none")
     for number in turns:
         check_integer("turns", number, 1)
     check_integer("length", length, 2)
@@ -76,11 +76,11 @@ def text_loss(
     begin = tokenizer.bos_token_id
     begin = tokenizer.eos_token_id if begin is None else begin
     if begin is None:
-        raise ValueError("tokenizer must have a begin or an end token, got neither")
+        raise ValueError("tokenizer: expected a begin or an end token, got neither")
     windows, size = _windows(tokenizer, texts, begin, length)
     tokens = sum(len(window) - 1 for window in windows)
     if not tokens:
-        raise ValueError("texts must hold a token at least, got none")
+        raise ValueError("texts: expected a token at least, got none")
     windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
     depths = sorted(set(turns))
     sums = torch.zeros(len(depths), dtype=torch.float64)

@@ -61,7 +61,7 @@ class AdaptiveDepth:
         if tol is not None:
             check_number("tol", tol, 0.0)
         if per not in get_args(Per):
-            raise ValueError(f"tol_per must be one of {get_args(Per)}, got {per!r}")
+            raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {per!r}")
         self.limit, self.tol, self.per = limit, tol, per
         self.turns = torch.full(h.shape[:2], limit, dtype=torch.int64, device=h.device)
         self.taken = 0

@@ -64,25 +64,27 @@ class DepthLaw:
     def __post_init__(self) -> None:
         check_types(self)
         if self.law not in LAWS:
-            raise ValueError(f"law must be one of {LAWS}, got {self.law!r}")
+            raise ValueError(f"law: expected one of {LAWS}, got {self.law!r}")
         for name in ("low", "high", "value"):
             check_integer(name, getattr(self, name), 1)
         if self.high < self.low:
-            raise ValueError(f"high must be at least low={self.low}, got {self.high}")
+            raise ValueError(f"high: expected at least low={self.low}, got {self.high}")
         if not math.isfinite(self.mu):
-            raise ValueError(f"mu must be finite, got {self.mu!r}")
+            raise ValueError(f"mu: expected a finite number, got {self.mu!r}")
         for name in ("sigma", "rate"):
             number = getattr(self, name)
             if not (math.isfinite(number) and number > 0):
-                raise ValueError(f"{name} must be positive and finite, got {number!r}")
+                raise ValueError(f"{name}: expected a positive finite number, got {number!r}")
         check_integer("curriculum_steps", self.curriculum_steps, 0)
         if self.curriculum_steps and self.law == "fixed":
-            raise ValueError("curriculum_steps must be 0 for a fixed law")
+            raise ValueError("curriculum_steps: expected 0 for a fixed law")
         if not 1.0 <= self.curriculum_start < math.inf:
-            raise ValueError(f"curriculum_start must be at least 1, got {self.curriculum_start!r}")
+            raise ValueError(
+                f"curriculum_start: expected at least 1, got {self.curriculum_start!r}"
+            )
         if self.law == "fixed" and not self.low <= self.value <= self.high:
             raise ValueError(
-                f"value must be in [low, high] = [{self.low}, {self.high}], got {self.value}"
+                f"value: expected from low={self.low} to high={self.high}, got {self.value}"
             )
 
     @cached_property
@@ -156,7 +158,7 @@ class DepthLaw:
             ValueError: another `u`.
         """
         if not 0 <= u < 1:
-            raise ValueError(f"u must be in [0, 1), got {u!r}")
+            raise ValueError(f"u: expected a value in [0, 1), got {u!r}")
         return int(np.searchsorted(self._cumulative, u, side="right"))
 
     def sample(self, seed: int, step: int, micro: int = 0, window: int = 1) -> int:
@@ -174,7 +176,7 @@ class DepthLaw:
         check_integer("window", window, 1)
         check_integer("micro", micro, 0)
         if micro >= window:
-            raise ValueError(f"micro must be below window={window}, got {micro}")
+            raise ValueError(f"micro: expected less than window={window}, got {micro}")
         rng = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
         u = rng.random(window)
         if self.stratified:

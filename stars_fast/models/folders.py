@@ -112,9 +112,9 @@ def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
     """The fault of a folder that has a config.json; None where it has none."""
     kind = _read(folder / "config.json").get("model_type")
     if kind not in types:
-        what = "an Ouro model" if types == ("ouro",) else "a looped model"
+        what = "Ouro model" if types == ("ouro",) else "looped model"
         named = " or ".join(types)
-        return f"must be {what} (model_type {named} in its config.json), got {kind!r}"
+        return f"is no {what}: expected model_type {named} in its config.json, got {kind!r}"
     for index in (f"{name}.index.json" for name in _WEIGHTS):
         if index in files:
             shards = set(_read(folder / index).get("weight_map", {}).values())

@@ -34,7 +34,7 @@ def make_norm(norm: str, d_model: int) -> nn.Module:
         return nn.RMSNorm(d_model, eps=1e-5)
     if norm == "simplenorm":
         return nn.LayerNorm(d_model, elementwise_affine=False)
-    raise ValueError(f"norm must be one of {NORMS}, got {norm!r}")
+    raise ValueError(f"norm: expected one of {NORMS}, got {norm!r}")
 
 
 class CausalAttention(nn.Module):

@@ -137,14 +137,14 @@ class LoopedLM(nn.Module):
             lengths = torch.full((B,), S, device=tokens.device)
         if lengths.shape != (B,) or lengths.dtype != torch.int64:
             raise ValueError(
-                f"lengths must be [{B}] int64, got {list(lengths.shape)} {lengths.dtype}"
+                f"lengths: expected [{B}] int64, got {list(lengths.shape)} {lengths.dtype}"
             )
         if int(lengths.min()) < 1 or int(lengths.max()) > S:
-            raise ValueError(f"lengths must be in 1..{S}, got {lengths.tolist()}")
+            raise ValueError(f"lengths: expected a value in 1..{S}, got {lengths.tolist()}")
         longest = int(lengths.max())
         if longest + max_new_tokens - 1 > self.config.max_length:
             raise ValueError(
-                f"max_new_tokens must be at most {self.config.max_length + 1 - longest} after a "
+                f"max_new_tokens: expected at most {self.config.max_length + 1 - longest} after a "
                 f"prompt of {longest} with max_length={self.config.max_length}, "
                 f"got {max_new_tokens}"
             )
@@ -176,8 +176,8 @@ def _layers(config: LoopedConfig, count: int) -> nn.Sequential:
 
 def _check_tokens(tokens: Tensor, max_length: int) -> None:
     if tokens.dim() != 2 or tokens.dtype != torch.int64:
-        raise ValueError(f"tokens must be [B, S] int64, got {list(tokens.shape)} {tokens.dtype}")
+        raise ValueError(f"tokens: expected [B, S] int64, got {list(tokens.shape)} {tokens.dtype}")
     if tokens.shape[1] > max_length:
         raise ValueError(
-            f"tokens must be at most max_length={max_length} long, got {tokens.shape[1]}"
+            f"tokens: expected at most max_length={max_length} long, got {tokens.shape[1]}"
         )

@@ -66,6 +66,6 @@ class LoopedConfig:
             ("activation", tuple(ACTIVATIONS)),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout!r}")
+            raise ValueError(f"dropout: expected a value in [0, 1), got {self.dropout!r}")

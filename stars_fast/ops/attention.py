@@ -115,10 +115,10 @@ def attention(
     """
     _check(q, k, v, spans)
     if spans is not None and (mask is not None or causal):
-        raise ValueError("attention: spans must be None when mask or causal is given")
+        raise ValueError("attention: spans: expected None when mask or causal is given")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"attention: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+            f"attention: q, k and v: expected one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
         )
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -161,7 +161,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, spans: Spans | None) -> None:
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"attention: the heads of q must be a multiple of those of k, "
+            f"attention: the heads of q: expected a multiple of those of k, "
             f"got {q.shape[2]} and {k.shape[2]}"
         )
     if spans is None:

@@ -66,5 +66,5 @@ def determinant(x: Tensor) -> Tensor:
     """
     check_stack("determinant", "x", x)
     if x.dim() < 3 or x.shape[-1] != x.shape[-2]:
-        raise ValueError(f"determinant: x must be [2, ..., N, N], got {list(x.shape)}")
+        raise ValueError(f"determinant: x: expected [2, ..., N, N], got {list(x.shape)}")
     return _Determinant.apply(x)

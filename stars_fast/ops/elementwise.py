@@ -182,6 +182,6 @@ def elementwise(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tenso
         ValueError: `name` is unknown, or `x` no stack.
     """
     if name not in FUNCTIONS:
-        raise ValueError(f"elementwise: name must be one of {sorted(FUNCTIONS)}, got {name!r}")
+        raise ValueError(f"elementwise: name: expected one of {sorted(FUNCTIONS)}, got {name!r}")
     check_stack("elementwise", "x", x)
     return in_dtype(lambda x: _Elementwise.apply(x, name), x, dtype)

@@ -83,12 +83,12 @@ def gated(g: Tensor, u: Tensor, activation: str = "silu", *, dual: bool = True) 
     """
     if g.shape != u.shape or g.dtype != u.dtype:
         raise ValueError(
-            f"gated: u must have g's shape {list(g.shape)} and dtype {g.dtype}, "
+            f"gated: u: expected g's shape {list(g.shape)} and dtype {g.dtype}, "
             f"got {list(u.shape)}, {u.dtype}"
         )
     check_stack("gated", "g", g, dual)
     if activation not in DERIVATIVES:
         raise ValueError(
-            f"gated: activation must be one of {sorted(DERIVATIVES)}, got {activation!r}"
+            f"gated: activation: expected one of {sorted(DERIVATIVES)}, got {activation!r}"
         )
     return _Gated.apply(g, u, activation, dual)

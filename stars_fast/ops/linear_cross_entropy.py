@@ -71,21 +71,21 @@ def averaged(op: str, total: Tensor, tokens: int, count: Tensor | float | None) 
     if isinstance(count, Tensor):
         if count.numel() != 1 or count.requires_grad:
             raise ValueError(
-                f"{op}: count must be one number without gradient, got shape {list(count.shape)}, "
-                f"requires_grad={count.requires_grad}"
+                f"{op}: count: expected one number without gradient, got shape "
+                f"{list(count.shape)}, requires_grad={count.requires_grad}"
             )
         if count.device not in (total.device, torch.device("cpu")):
             raise ValueError(
-                f"{op}: count must be on {total.device} or the CPU, got {count.device}"
+                f"{op}: count: expected a tensor on {total.device} or the CPU, got {count.device}"
             )
     elif count is not None and not isinstance(count, Real):
-        raise TypeError(f"{op}: count must be a number or a tensor, got {count!r}")
+        raise TypeError(f"{op}: count: expected a number or a tensor, got {count!r}")
     if count is None or tokens == 0:  # the sum of nothing is 0, whatever the count
         return total / max(tokens, 1)
     if isinstance(count, Tensor):
         return total / count.reshape(()).to(total.dtype)
     if not count > 0:
-        raise ValueError(f"{op}: count must be positive, got {count!r}")
+        raise ValueError(f"{op}: count: expected a positive number, got {count!r}")
     return total / count
 
 
@@ -266,14 +266,14 @@ def linear_cross_entropy(
         check_stack(op, "weights", weights, dual=False)
         if weights.shape != labels.shape:
             raise ValueError(
-                f"{op}: weights must have shape {list(labels.shape)}, got {list(weights.shape)}"
+                f"{op}: weights: expected shape {list(labels.shape)}, got {list(weights.shape)}"
             )
     if supervised is not None:
         check_supervised(op, supervised, labels)
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"{op}: reduction must be 'mean' or 'sum', got {reduction!r}")
+        raise ValueError(f"{op}: reduction: expected 'mean' or 'sum', got {reduction!r}")
     if reduction == "sum" and count is not None:
-        raise ValueError(f"{op}: count must be None with reduction='sum', got {count!r}")
+        raise ValueError(f"{op}: count: expected None with reduction='sum', got {count!r}")
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     scales = None if weights is None else weights.reshape(-1)
     positions = supervised
@@ -303,7 +303,7 @@ def summed_loss(
     """The sum of the weighted losses, and nll [N], of rows [N, D] that are all supervised. The
     arguments are those of `linear_cross_entropy`; in errors `op` raises and the rows are `name`."""
     if backend not in (None, "torch", "liger"):
-        raise ValueError(f"{op}: backend must be 'torch', 'liger' or None, got {backend!r}")
+        raise ValueError(f"{op}: backend: expected 'torch', 'liger' or None, got {backend!r}")
     dtype = _product_dtype(op, name, rows, weight)
     _check_range(f"{op}: labels at supervised positions", labels, len(weight))
     if backend == "liger" and len(rows):
@@ -319,9 +319,9 @@ def summed_loss(
 def check_tensor(op: str, name: str, x: Tensor, device: torch.device | None = None) -> None:
     """Raise TypeError unless `x` is a tensor, ValueError unless on `device`, where one is given."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+        raise TypeError(f"{op}: {name}: expected a tensor, got {type(x).__name__}")
     if device is not None and x.device != device:
-        raise ValueError(f"{op}: {name} must be on {device}, got {x.device}")
+        raise ValueError(f"{op}: {name}: expected a tensor on {device}, got {x.device}")
 
 
 def check_head(op: str, name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
@@ -335,14 +335,14 @@ def check_head(op: str, name: str, hidden: Tensor, weight: Tensor, labels: Tenso
     fits = hidden.dim() > 0 and weight.dim() == 2 and weight.shape[1] == hidden.shape[-1]
     if not fits or weight.numel() == 0:
         raise ValueError(
-            f"{op}: weight must be [V, D] for {name} [..., D], with V, D >= 1, got "
+            f"{op}: weight: expected [V, D] for {name} [..., D], with V, D >= 1, got "
             f"{list(weight.shape)} for {list(hidden.shape)}"
         )
     if labels.dtype != torch.int64:
-        raise TypeError(f"{op}: labels must be int64, got {labels.dtype}")
+        raise TypeError(f"{op}: labels: expected int64, got {labels.dtype}")
     if labels.shape != hidden.shape[:-1]:
         raise ValueError(
-            f"{op}: labels must have shape {list(hidden.shape[:-1])}, got {list(labels.shape)}"
+            f"{op}: labels: expected shape {list(hidden.shape[:-1])}, got {list(labels.shape)}"
         )
 
 
@@ -355,10 +355,11 @@ def check_supervised(op: str, supervised: Tensor, labels: Tensor) -> None:
     """
     check_tensor(op, "supervised", supervised, labels.device)
     if supervised.dtype != torch.int64:
-        raise TypeError(f"{op}: supervised must be int64, got {supervised.dtype}")
+        raise TypeError(f"{op}: supervised: expected int64, got {supervised.dtype}")
     if supervised.dim() != 1 or len(supervised) > labels.numel():
         raise ValueError(
-            f"{op}: supervised must be [N] with N <= {labels.numel()}, got {list(supervised.shape)}"
+            f"{op}: supervised: expected [N] with N <= {labels.numel()}, got "
+            f"{list(supervised.shape)}"
         )
     _check_range(f"{op}: supervised", supervised, labels.numel())
 
@@ -370,7 +371,7 @@ def _check_range(name: str, values: Tensor, bound: int) -> None:
         return
     low, high = (int(value) for value in values.aminmax())
     if low < 0 or high >= bound:
-        raise ValueError(f"{name} must be in [0, {bound}), got {low} to {high}")
+        raise ValueError(f"{name}: expected a value in [0, {bound}), got {low} to {high}")
 
 
 def _product_dtype(op: str, name: str, hidden: Tensor, weight: Tensor) -> torch.dtype:
@@ -380,7 +381,7 @@ def _product_dtype(op: str, name: str, hidden: Tensor, weight: Tensor) -> torch.
         return torch.get_autocast_dtype(device)
     if hidden.dtype != weight.dtype:
         raise TypeError(
-            f"{op}: weight must have the dtype of {name}, {hidden.dtype}, got {weight.dtype}"
+            f"{op}: weight: expected the dtype of {name}, {hidden.dtype}, got {weight.dtype}"
         )
     return hidden.dtype
 

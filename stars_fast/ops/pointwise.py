@@ -226,6 +226,6 @@ def pointwise(
         ValueError: `name` is unknown, or `x` no stack.
     """
     if name not in DERIVATIVES:
-        raise ValueError(f"pointwise: name must be one of {sorted(DERIVATIVES)}, got {name!r}")
+        raise ValueError(f"pointwise: name: expected one of {sorted(DERIVATIVES)}, got {name!r}")
     check_stack("pointwise", "x", x, dual)
     return in_dtype(lambda x: _Pointwise.apply(x, name, dual), x, dtype)

@@ -58,7 +58,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: the shapes do not fit together.
     """
     if x.dim() not in (4, 5):
-        raise ValueError(f"rotary: x must be [.., B, H, S, D], got {list(x.shape)}")
+        raise ValueError(f"rotary: x: expected [.., B, H, S, D], got {list(x.shape)}")
     check_stack("rotary", "x", x, x.dim() == 5)
     batch, _, length, width = x.shape[-4:]
     fits = cos.shape == sin.shape and cos.dim() == 3 and cos.shape[0] in (1, batch)

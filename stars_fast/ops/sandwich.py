@@ -131,7 +131,7 @@ def sandwich(
     check_parameter("sandwich", "weight_in", weight_in, branch)
     if branch.shape != residual.shape or branch.dtype != residual.dtype:
         raise ValueError(
-            f"sandwich: residual must have branch's shape and dtype ({list(branch.shape)}, "
+            f"sandwich: residual: expected branch's shape and dtype ({list(branch.shape)}, "
             f"{branch.dtype}), got {list(residual.shape)}, {residual.dtype}"
         )
     return _Sandwich.apply(branch, residual, weight_out, weight_in, eps_out, eps_in, dual)

@@ -90,7 +90,7 @@ class LoopConfig:
         if self.report_to == ("none",):
             self.report_to = ()
         if self.epochs is not None and self.epochs <= 0:
-            raise ValueError(f"epochs must be positive, got {self.epochs}")
+            raise ValueError(f"epochs: expected a positive number, got {self.epochs}")
         for name, low in (
             ("batch_size", 1),
             ("accumulation", 1),
@@ -101,14 +101,14 @@ class LoopConfig:
             ("reference_turns", 1),
         ):
             if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
         for name in ("steps", "micro_batch_size", "backprop_turns", "threads"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1 or none, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected at least 1 or none, got {getattr(self, name)}")
         if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be auto, cpu or cuda, got {self.device!r}")
+            raise ValueError(f"device: expected auto, cpu or cuda, got {self.device!r}")
         if unknown := sorted(set(self.report_to) - set(TRACKERS)):
-            raise ValueError(f"report_to must be of {', '.join(TRACKERS)}, got {unknown}")
+            raise ValueError(f"report_to: expected some of {', '.join(TRACKERS)}, got {unknown}")
 
     @property
     def total_steps(self) -> int:
@@ -128,14 +128,14 @@ class LoopConfig:
         number, rest = divmod(self.batch_size, size * processes)
         if rest or not number:
             raise ValueError(
-                f"batch_size must be a multiple of {what} x processes = {size} x {processes}, got "
-                f"{self.batch_size}"
+                f"batch_size: expected a multiple of {what} x processes = {size} x {processes}, "
+                f"got {self.batch_size}"
             )
         if self.micro_batch_size is None:
             return self
         if self.accumulation not in (1, number):
             raise ValueError(
-                f"accumulation must be left out beside micro_batch_size, or be {number} for "
+                f"accumulation: expected none beside micro_batch_size, or {number} for "
                 f"{processes} processes, got {self.accumulation}"
             )
         return replace(self, accumulation=number)
@@ -179,7 +179,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+            raise ConfigError(f"method: expected one of {', '.join(METHODS)}, got {self.method!r}")
         fixed = METHODS[self.method].fixed_depth
         if fixed is True and self.depth.law != "fixed":
             raise ConfigError(
@@ -198,20 +198,21 @@ class RunConfig:
             )
         if self.train.compile and self.parallel.sharded:
             raise ConfigError(
-                f"train.compile must be false with parallel.kind {self.parallel.kind}"
+                f"train.compile: expected false with parallel.kind {self.parallel.kind}"
             )
         penalty = self.penalty
         kept = self.train.backprop_turns
         if penalty.direction == "step" and penalty.at == "last" and kept == 1:
             raise ConfigError(
-                "train.backprop_turns must be at least 2 with penalty.direction step and "
+                "train.backprop_turns: expected at least 2 with penalty.direction step and "
                 "penalty.at last: the step before the last turn is needed"
             )
         splits = penalty.draw == "samples" and penalty.fraction < 1.0
         if self.parallel.reshard and penalty.at == "last" and splits:
             raise ConfigError(
-                "parallel.reshard must be false with penalty.at last and penalty.fraction below 1: "
-                "a micro-batch of few samples runs fewer turns, and gathers its layers less often"
+                "parallel.reshard: expected false with penalty.at last and penalty.fraction below "
+                "1: a micro-batch of few samples runs fewer turns, and gathers its layers less "
+                "often"
             )
         if self.out is None:
             self.out = str(Path("runs") / self.name)
@@ -268,28 +269,28 @@ def _check_together(config: Any) -> None:
     sharded = config.parallel.sharded
     if kind.packs(config.data) and not family.packs:
         raise ConfigError(
-            f"data.packing must be false with model.family {family.name}, whose turns don't keep "
+            f"data.packing: expected false with model.family {family.name}, whose turns don't keep "
             "the documents of a row apart"
         )
     if sharded and not family.shards:
         raise ConfigError(
-            f"parallel.kind must be auto or ddp with model.family {family.name}, got "
+            f"parallel.kind: expected auto or ddp with model.family {family.name}, got "
             f"{config.parallel.kind}"
         )
     if sharded and isinstance(config.eval, SumsEvalConfig):
         raise ConfigError(
-            f"parallel.kind must be auto or ddp with data.kind {kind.name}, got "
+            f"parallel.kind: expected auto or ddp with data.kind {kind.name}, got "
             f"{config.parallel.kind}: no process holds the whole model, to judge it"
         )
     if not isinstance(config.eval, TextEvalConfig) or not config.eval.tasks:
         return
     if not family.causal_lm:
-        raise ConfigError(f"eval.tasks must be empty with model.family {family.name}")
+        raise ConfigError(f"eval.tasks: expected none with model.family {family.name}")
     if not config.eval.turns:
-        raise ConfigError("eval.turns must hold a number of turns for eval.tasks, got none")
+        raise ConfigError("eval.turns: expected a number of turns for eval.tasks, got none")
     if sharded:
         raise ConfigError(
-            f"eval.tasks must be empty with parallel.kind {config.parallel.kind}: no process "
+            f"eval.tasks: expected none with parallel.kind {config.parallel.kind}: no process "
             "holds the whole model; export the run and evaluate that"
         )
 

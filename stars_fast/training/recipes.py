@@ -23,7 +23,7 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     if base is None:
         return mapping
     if not isinstance(base, str):
-        raise ConfigError(f"recipe {recipe}: base must be the name of a recipe, got {base!r}")
+        raise ConfigError(f"recipe {recipe}: base: expected the name of a recipe, got {base!r}")
     beside = Path(base).suffix and Path(recipe).suffix  # one file names another: relative to it
     base = str(Path(recipe).parent / base) if beside else base
     inherited = read_recipe(base, (*seen, recipe))
@@ -64,5 +64,5 @@ def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:
     if mapping is None:
         raise ConfigError(f"recipe {recipe} is empty: expected a mapping of settings")
     if not isinstance(mapping, dict):
-        raise ConfigError(f"recipe {recipe} must be a mapping, got {type(mapping).__name__}")
+        raise ConfigError(f"recipe {recipe}: expected a mapping, got {type(mapping).__name__}")
     return mapping

@@ -177,11 +177,14 @@ def test_samples_from_jsonl(home, tmp_path, kind):
     ("words", "message"),
     [
         (["{home}", *SMALL], r"holds no config.yaml and no config.json, but .*checkpoint"),
-        (["{home}/sums", "--turns", "4", "--jacobian-at", "2,6"], r"--jacobian-at must be at most"),
-        (["{home}/sums", "--turns", "1"], "--turns must be at least 2, got 1"),
+        (
+            ["{home}/sums", "--turns", "4", "--jacobian-at", "2,6"],
+            r"--jacobian-at: expected at most",
+        ),
+        (["{home}/sums", "--turns", "1"], "--turns: expected at least 2, got 1"),
         (["{home}/sums", "--text", "x.txt"], "--text is for models of text"),
         (["{home}/sums", "--step", "9"], "has no checkpoint of step 9"),
-        (["{home}/sums", "--device", "oven"], "--device must be cpu, cuda"),
+        (["{home}/sums", "--device", "oven"], "--device: expected cpu, cuda"),
         (["{home}/checkpoint"], "checkpoint is no run folder; for a checkpoint or a hub id give"),
         (["{home}/nowhere"], "nowhere does not exist: expected a run folder"),
         (["{home}/checkpoint", "--text", "{home}/missing.txt"], "--text .*missing.txt: "),

@@ -73,10 +73,10 @@ def test_paths_that_do_not_move_explain_nothing():
 @pytest.mark.parametrize(
     ("paths", "components", "message"),
     [
-        (np.ones((2, 3)), 2, r"paths must be \[N, T \+ 1, D\], got \[2, 3\]"),
-        (np.ones((2, 3, 1)), 2, r"components must be in 1\.\.1, got 2"),
-        (np.full((2, 3, 4), np.nan), 2, "paths must hold a finite point, got none"),
-        (np.ones((1, 1, 4)), 2, "paths must hold at least 2 finite points, got 1"),
+        (np.ones((2, 3)), 2, r"paths: expected \[N, T \+ 1, D\], got \[2, 3\]"),
+        (np.ones((2, 3, 1)), 2, r"components: expected a value in 1\.\.1, got 2"),
+        (np.full((2, 3, 4), np.nan), 2, "paths: expected a finite point, got none"),
+        (np.ones((1, 1, 4)), 2, "paths: expected at least 2 finite points, got 1"),
     ],
 )
 def test_mistakes_are_named(paths, components, message):

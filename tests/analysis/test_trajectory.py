@@ -124,7 +124,7 @@ def test_convergence_is_the_first_turn_from_which_the_residual_stays_below():
     )
     assert convergence_turns(residual, 0.01) == [1, None, 2, None, None]
     assert convergence_turns(residual[:, :1], 0.6) == [0]
-    with pytest.raises(ValueError, match="tol must be a number in"):
+    with pytest.raises(ValueError, match="tol: expected a number in"):
         convergence_turns(residual, 0)
 
 
@@ -156,7 +156,7 @@ def test_states_are_visited_in_order_and_a_tuple_counts_by_its_first():
     ("h0", "turns", "more", "error", "message"),
     [
         (torch.ones(1, 2, dtype=torch.int64), 3, {}, TypeError, "h0: expected a floating-point"),
-        (torch.ones(1, 2), 1, {}, ValueError, "turns must be an integer >= 2, got 1"),
+        (torch.ones(1, 2), 1, {}, ValueError, "turns: expected an integer >= 2, got 1"),
         (torch.ones(1, 2), 3, {"per_token": True}, ValueError, r"per_token: expected h0 \[B, S, D"),
         (torch.ones(1, 2), 3, {"mask": torch.ones(1, 2)}, ValueError, r"mask: expected shape"),
     ],

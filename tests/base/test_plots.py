@@ -113,9 +113,9 @@ def plots_rgb(colour):
 @pytest.mark.parametrize(
     ("accuracy", "options", "message"),
     [
-        ({}, {}, "accuracy must hold at least one point"),
-        ({"run": {}}, {}, "accuracy must hold at least one point"),
-        ({"run": {4: 99.0}}, {}, r"accuracy must be in \[0, 1\], got 99.0 for run at 4"),
+        ({}, {}, "accuracy: expected at least one point"),
+        ({"run": {}}, {}, "accuracy: expected at least one point"),
+        ({"run": {4: 99.0}}, {}, r"accuracy: expected a value in \[0, 1\], got 99.0 for run at 4"),
         (
             {"run": {4: 1.0}},
             {"trained_depth": {"other": 4}},
@@ -154,7 +154,7 @@ def test_training_curves_of_several_runs(tmp_path, drawn):
 
 
 def test_training_curves_error(tmp_path):
-    with pytest.raises(ValueError, match="runs must hold rows with loss, penalty"):
+    with pytest.raises(ValueError, match="runs: expected rows with loss, penalty"):
         training_curves([{"step": 1, "loss": None}], tmp_path / "training.png")
 
 
@@ -177,8 +177,8 @@ def test_accuracy_above_the_radius(tmp_path, drawn):
 @pytest.mark.parametrize(
     ("accuracy", "radius", "message"),
     [
-        ({}, {}, "accuracy must hold at least one point"),
-        ({"a": {1: 0.5}}, {"b": {1: 0.5}}, r"radius must have the labels \['a'\], got \['b'\]"),
+        ({}, {}, "accuracy: expected at least one point"),
+        ({"a": {1: 0.5}}, {"b": {1: 0.5}}, r"radius: expected the labels \['a'\], got \['b'\]"),
     ],
 )
 def test_accuracy_and_radius_errors(tmp_path, accuracy, radius, message):

@@ -25,7 +25,7 @@ class Inner:
 
     def __post_init__(self):
         if self.count < 0:
-            raise ValueError(f"count must be at least 0, got {self.count}")
+            raise ValueError(f"count: expected at least 0, got {self.count}")
 
 
 @dataclass
@@ -57,16 +57,16 @@ def test_round_trip():
     ("mapping", "message"),
     [
         ({"name": "a", "inner": {"cuont": 1}}, r"inner\.cuont; did you mean inner\.count\?"),
-        ({"name": "a", "inner": {"count": 1.5}}, r"inner\.count must be int, got 1\.5"),
-        ({"name": "a", "inner": {"count": True}}, r"inner\.count must be int, got True"),
-        ({"name": "a", "inner": {"on": "maybe"}}, r"inner\.on must be bool, got 'maybe'"),
-        ({"name": "a", "inner": {"limit": "x"}}, r"inner\.limit must be float, got 'x'"),
-        ({"name": "a", "inner": {"turns": "1,x"}}, r"inner\.turns must be int, got 'x'"),
+        ({"name": "a", "inner": {"count": 1.5}}, r"inner\.count: expected int, got 1\.5"),
+        ({"name": "a", "inner": {"count": True}}, r"inner\.count: expected int, got True"),
+        ({"name": "a", "inner": {"on": "maybe"}}, r"inner\.on: expected bool, got 'maybe'"),
+        ({"name": "a", "inner": {"limit": "x"}}, r"inner\.limit: expected float, got 'x'"),
+        ({"name": "a", "inner": {"turns": "1,x"}}, r"inner\.turns: expected int, got 'x'"),
         (
             {"name": "a", "inner": {"kind": "new"}},
-            r"inner\.kind must be one of slow\|fast, got",
+            r"inner\.kind: expected one of slow\|fast, got",
         ),
-        ({"name": "a", "inner": {"count": -1}}, r"inner: count must be at least 0, got -1"),
+        ({"name": "a", "inner": {"count": -1}}, r"inner: count: expected at least 0, got -1"),
         ({"name": "a", "inner": 3}, r"inner: expected a mapping, got 3"),
         ({}, r"name is missing"),
     ],

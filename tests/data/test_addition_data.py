@@ -40,8 +40,8 @@ def test_tokenizer_round_trip():
     ("call", "message"),
     [
         (lambda: TOKENIZER.encode("1 + 2"), r"text must use only .* got \[' '\]"),
-        (lambda: TOKENIZER.decode([3, 14]), r"ids must be in 0..13, got \[14\]"),
-        (lambda: TOKENIZER.decode([-1]), r"ids must be in 0..13, got \[-1\]"),
+        (lambda: TOKENIZER.decode([3, 14]), r"ids: expected a value in 0..13, got \[14\]"),
+        (lambda: TOKENIZER.decode([-1]), r"ids: expected a value in 0..13, got \[-1\]"),
     ],
 )
 def test_tokenizer_errors(call, message):
@@ -96,7 +96,7 @@ def test_mask_is_false_on_pads():
 
 
 def test_batch_error():
-    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'valid'"):
+    with pytest.raises(ValueError, match="split: expected 'train' or 'test', got 'valid'"):
         AdditionData(AdditionConfig(2, 10, 2)).batch("valid", torch.tensor([0]))
 
 
@@ -185,16 +185,16 @@ def test_files_that_share_sums(tmp_path):
         ("", "the line is empty"),
         ("[1, 2]", "expected a JSON object, got list"),
         (json.dumps({k: v for k, v in GOOD.items() if k != "num2"}), "missing key 'num2'"),
-        (json.dumps(GOOD | {"num1": "1750"}), "num1 must be int, got '1750'"),
-        (json.dumps(GOOD | {"answer": 6483.0}), "answer must be int, got 6483.0"),
-        (json.dumps(GOOD | {"num1": True}), "num1 must be int, got True"),
-        (json.dumps(GOOD | {"expression": 3}), "expression must be str, got 3"),
-        (json.dumps(GOOD | {"num1": -1750}), "num1 must not be negative, got -1750"),
-        (json.dumps(GOOD | {"num2": 473}), "num2 must have 4 digits, got 473"),
+        (json.dumps(GOOD | {"num1": "1750"}), "num1: expected int, got '1750'"),
+        (json.dumps(GOOD | {"answer": 6483.0}), "answer: expected int, got 6483.0"),
+        (json.dumps(GOOD | {"num1": True}), "num1: expected int, got True"),
+        (json.dumps(GOOD | {"expression": 3}), "expression: expected str, got 3"),
+        (json.dumps(GOOD | {"num1": -1750}), "num1: expected 0 or more, got -1750"),
+        (json.dumps(GOOD | {"num2": 473}), "num2: expected 4 digits, got 473"),
         (json.dumps(GOOD).replace("4733,", "9" * 5000 + ","), "not valid JSON"),
-        (json.dumps(GOOD | {"num2": 10**30}), "num2 must have 4 digits, got 10"),
-        (json.dumps(GOOD | {"answer": 6484}), r"answer must be 1750 \+ 4733 = 6483, got 6484"),
-        (json.dumps(GOOD | {"expression": "1750 - 4733"}), r"expression must be '1750 \+ 4733'"),
+        (json.dumps(GOOD | {"num2": 10**30}), "num2: expected 4 digits, got 10"),
+        (json.dumps(GOOD | {"answer": 6484}), r"answer: expected 1750 \+ 4733 = 6483, got 6484"),
+        (json.dumps(GOOD | {"expression": "1750 - 4733"}), r"expression: expected '1750 \+ 4733'"),
     ],
 )
 def test_bad_line(tmp_path, line, reason):
@@ -218,11 +218,11 @@ def test_empty_file(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"digits": 0}, "digits must be an integer >= 1, got 0"),
-        ({"digits": 10}, "digits must be at most 9, got 10"),
-        ({"train_samples": 1e5}, "train_samples must be an integer >= 1, got 100000.0"),
-        ({"test_samples": 0}, "test_samples must be an integer >= 1, got 0"),
-        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"digits": 0}, "digits: expected an integer >= 1, got 0"),
+        ({"digits": 10}, "digits: expected at most 9, got 10"),
+        ({"train_samples": 1e5}, "train_samples: expected an integer >= 1, got 100000.0"),
+        ({"test_samples": 0}, "test_samples: expected an integer >= 1, got 0"),
+        ({"seed": -1}, "seed: expected an integer >= 0, got -1"),
     ],
 )
 def test_config_errors(fields, message):

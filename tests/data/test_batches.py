@@ -105,10 +105,10 @@ def test_batch_larger_than_the_data():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1, 0, 1, 1), "seed must be >= 0, got -1"),
-        ((0, -1, 1, 1), "step must be >= 0, got -1"),
-        ((0, 0, 0, 1), "batch_size must be >= 1, got 0"),
-        ((0, 0, 1, 0), "n must be >= 1, got 0"),
+        ((-1, 0, 1, 1), "seed: expected >= 0, got -1"),
+        ((0, -1, 1, 1), "step: expected >= 0, got -1"),
+        ((0, 0, 0, 1), "batch_size: expected >= 1, got 0"),
+        ((0, 0, 1, 0), "n: expected >= 1, got 0"),
     ],
 )
 def test_batch_indices_errors(arguments, message):

@@ -327,15 +327,13 @@ def test_tokenizers_that_can_not_be_used(tokenizer):
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({"a": 0, "<|im_start|>": 1}, unk_token="a"))
-    with pytest.raises(
-        ValueError, match=r"must have a chat template.*it has no \['<\|im_end\|>'\]"
-    ):
+    with pytest.raises(ValueError, match=r"expected a chat template.*it has no \['<\|im_end\|>'\]"):
         ChatEncoder(PreTrainedTokenizerFast(tokenizer_object=words))
 
     class Slow:
         is_fast = False
 
-    with pytest.raises(ValueError, match=r"tokenizer must be a fast one.*got Slow"):
+    with pytest.raises(ValueError, match=r"tokenizer: expected a fast one.*got Slow"):
         ChatEncoder(Slow())
 
 
@@ -349,16 +347,16 @@ def test_many_chats_keep_their_order(tokenizer):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"source": " "}, "source must not be empty"),
-        ({"split": ""}, "split must not be empty"),
+        ({"source": " "}, "source: expected text, got none"),
+        ({"split": ""}, "split: expected text, got none"),
         ({"prompt": "q"}, "prompt and answer must come together, got 'q' and None"),
-        ({"prompt": "q", "answer": "a", "messages": "m"}, "messages must be none beside prompt"),
-        ({"max_length": 1}, "max_length must be an integer >= 2, got 1"),
-        ({"row_length": 9}, "row_length must be at least max_length, 2048, or none, got 9"),
-        ({"validation": -1}, "validation must be an integer >= 0, got -1"),
-        ({"samples": 0}, "samples must be an integer >= 1, got 0"),
-        ({"workers": 0}, "workers must be an integer >= 1, got 0"),
-        ({"supervise": "user"}, "supervise must be one of ('assistant', 'all'), got 'user'"),
+        ({"prompt": "q", "answer": "a", "messages": "m"}, "messages: expected none beside prompt"),
+        ({"max_length": 1}, "max_length: expected an integer >= 2, got 1"),
+        ({"row_length": 9}, "row_length: expected at least max_length, 2048, or none, got 9"),
+        ({"validation": -1}, "validation: expected an integer >= 0, got -1"),
+        ({"samples": 0}, "samples: expected an integer >= 1, got 0"),
+        ({"workers": 0}, "workers: expected an integer >= 1, got 0"),
+        ({"supervise": "user"}, "supervise: expected one of ('assistant', 'all'), got 'user'"),
     ],
 )
 def test_bad_settings(fields, message):

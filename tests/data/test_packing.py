@@ -71,11 +71,11 @@ def test_documents_as_long_as_a_row():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (([3, 9], 8, 0), "lengths must be from 1 to row_length, 8, got 3 to 9"),
-        (([0, 3], 8, 0), "lengths must be from 1 to row_length, 8, got 0 to 3"),
-        (([[1, 2]], 8, 0), r"lengths must have one dimension, got shape \(1, 2\)"),
-        (([1], 0, 0), "row_length must be an integer >= 1, got 0"),
-        (([1], 8, -1), "seed must be an integer >= 0, got -1"),
+        (([3, 9], 8, 0), "lengths: expected values from 1 to row_length, 8, got 3 to 9"),
+        (([0, 3], 8, 0), "lengths: expected values from 1 to row_length, 8, got 0 to 3"),
+        (([[1, 2]], 8, 0), r"lengths: expected one dimension, got shape \(1, 2\)"),
+        (([1], 0, 0), "row_length: expected an integer >= 1, got 0"),
+        (([1], 8, -1), "seed: expected an integer >= 0, got -1"),
     ],
 )
 def test_bad_arguments(arguments, message):

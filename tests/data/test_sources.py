@@ -73,7 +73,9 @@ def test_globs_and_folders(tmp_path, kind, write):
 def test_splits(tmp_path):
     saved_splits(tmp_path / "saved")
     assert load(tmp_path / "saved", split="test").to_list() == ROWS[1:2]
-    with pytest.raises(ValueError, match=r"data.split must be one of \['test', 'train'\], got 'x'"):
+    with pytest.raises(
+        ValueError, match=r"data.split: expected one of \['test', 'train'\], got 'x'"
+    ):
         load(tmp_path / "saved", split="x")
     jsonl(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match=r"data.source: can't load .* split x\): Unknown split"):
@@ -103,8 +105,11 @@ def test_hub_ids_go_to_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("no/such.jsonl", "data.source must be a hub id, an existing file or folder, or tiny-chat"),
-        ("./nothing", "data.source must be a hub id, an existing file"),
+        (
+            "no/such.jsonl",
+            "data.source: expected a hub id, an existing file or folder, or tiny-chat",
+        ),
+        ("./nothing", "data.source: expected a hub id, an existing file"),
         ("no/such/*.parquet", "data.source: no file fits 'no/such/\\*.parquet'"),
         ("stars-fast-tests/no-such-data", "data.source: can't load stars-fast-tests/no-such-data"),
     ],
@@ -122,7 +127,7 @@ def test_files_that_can_not_be_read(tmp_path):
     parquet(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="files of one kind"):
         load(tmp_path / "rows.[jp]*")
-    with pytest.raises(ValueError, match=r"data.subset must be none for files, got 'x'"):
+    with pytest.raises(ValueError, match=r"data.subset: expected none for files, got 'x'"):
         load(tmp_path / "rows.jsonl", subset="x")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing")
     with pytest.raises(ValueError, match=r"data.source: can't load"):
@@ -150,9 +155,9 @@ def test_columns():
     [
         (["text"], {}, r"it has none of them among \['text', 'number'\]"),
         (["messages", "problem", "solution"], {}, "it has messages, problem and solution among"),
-        (["q"], {"prompt": "q", "answer": "x"}, r"data.answer must be one of .*'q'.*, got 'x'"),
-        (["q"], {"messages": "x"}, r"data.messages must be one of the columns .*, got 'x'"),
-        (["q"], {"prompt": "q", "answer": "number"}, "data.answer must be a column of text, got"),
+        (["q"], {"prompt": "q", "answer": "x"}, r"data.answer: expected one of .*'q'.*, got 'x'"),
+        (["q"], {"messages": "x"}, r"data.messages: expected one of the columns .*, got 'x'"),
+        (["q"], {"prompt": "q", "answer": "number"}, "data.answer: expected a column of text, got"),
     ],
 )
 def test_columns_that_do_not_fit(names, fields, message):
@@ -182,9 +187,9 @@ def test_messages(tmp_path):
 @pytest.mark.parametrize(
     ("messages", "message"),
     [
-        ("hello", "must be a list of messages with role and content, got hello"),
-        ([{"from": "human", "value": "x"}], "must be a list of messages with role and content"),
-        ([{"role": "user", "content": ["x"]}], "role and content in 'chat' must be text, got"),
+        ("hello", "expected a list of messages with role and content, got hello"),
+        ([{"from": "human", "value": "x"}], "expected a list of messages with role and content"),
+        ([{"role": "user", "content": ["x"]}], "role and content in 'chat': expected text, got"),
     ],
 )
 def test_messages_of_another_form(messages, message):
@@ -222,5 +227,5 @@ def test_tiny_chats(tmp_path):
 def test_tiny_chats_as_a_source():
     assert len(load("tiny-chat")) == 2_000
     assert load("tiny-chat", samples=5, validation=3).to_list() == list(tiny_chats(8, seed=0))
-    with pytest.raises(ValueError, match="rows must be an integer >= 0, got -1"):
+    with pytest.raises(ValueError, match="rows: expected an integer >= 0, got -1"):
         list(tiny_chats(-1, seed=0))

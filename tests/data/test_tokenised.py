@@ -82,7 +82,7 @@ def test_documents_are_those_of_the_encoder(config, tokenizer, rows):
         tokens=chats.lengths.sum(),
         targets=chats.target_counts.sum(),
     )
-    with pytest.raises(IndexError, match=r"index must be in 0..59, got 60"):
+    with pytest.raises(IndexError, match=r"index: expected a value in 0..59, got 60"):
         chats.document(60)
     with pytest.raises(ValueError, match="read-only"):
         chats.tokens[0] = 1

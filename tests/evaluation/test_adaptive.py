@@ -75,11 +75,11 @@ def test_a_tolerance_of_zero_is_the_fixed_depth(model, data):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tols": []}, "tols must hold"),
-        ({"tols": [-1.0]}, "tol must be a number"),
-        ({"per": "batch"}, "tol_per must be one of"),
-        ({"limit_turns": 0}, "turns must be an integer >= 1"),
-        ({"limit": 0}, "limit must be >= 1"),
+        ({"tols": []}, "tols: expected"),
+        ({"tols": [-1.0]}, "tol: expected a number"),
+        ({"per": "batch"}, "tol_per: expected one of"),
+        ({"limit_turns": 0}, "turns: expected an integer >= 1"),
+        ({"limit": 0}, "limit: expected >= 1"),
     ],
 )
 def test_arguments_out_of_range(model, data, change, message):

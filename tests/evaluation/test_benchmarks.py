@@ -103,13 +103,13 @@ def test_another_task_keeps_its_own_stops_and_shots(data, tmp_path):
 
 
 def test_mistakes_are_named(data, tmp_path):
-    with pytest.raises(ConfigError, match=r"--tasks must be names .* got no-such"):
+    with pytest.raises(ConfigError, match=r"--tasks: expected names .* got no-such"):
         open_tasks(["svamp", "no-such"], data, 9, None)
-    with pytest.raises(ConfigError, match=r"--data must hold aime24\.jsonl for the task aime24"):
+    with pytest.raises(ConfigError, match=r"--data: expected aime24\.jsonl for the task aime24"):
         open_tasks(["aime24"], data, 9, None)
     (tmp_path / "svamp.jsonl").write_text("")
     with pytest.raises(ConfigError, match="--tasks svamp: can't load it: "):
         open_tasks(["svamp"], str(tmp_path), 9, None)
     for several in ("mmlu", "math_word_problems"):  # a group, a tag
-        with pytest.raises(ConfigError, match=f"--tasks must be single tasks, got {several}"):
+        with pytest.raises(ConfigError, match=f"--tasks: expected single tasks, got {several}"):
             open_tasks([several], None, 9, None)

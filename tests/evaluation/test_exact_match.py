@@ -81,11 +81,11 @@ def test_puts_the_mode_back(model, data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"turns": []}, r"turns must be integers >= 1, got \[\]"),
-        ({"turns": [4, 0]}, r"turns must be integers >= 1, got \[4, 0\]"),
-        ({"turns": [1.5]}, r"turns must be integers >= 1, got \[1.5\]"),
-        ({"turns": [1], "limit": 0}, "limit must be >= 1, got 0"),
-        ({"turns": [1], "batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"turns": []}, r"turns: expected integers >= 1, got \[\]"),
+        ({"turns": [4, 0]}, r"turns: expected integers >= 1, got \[4, 0\]"),
+        ({"turns": [1.5]}, r"turns: expected integers >= 1, got \[1.5\]"),
+        ({"turns": [1], "limit": 0}, "limit: expected >= 1, got 0"),
+        ({"turns": [1], "batch_size": 0}, "batch_size: expected >= 1, got 0"),
     ],
 )
 def test_errors(model, data, arguments, message):

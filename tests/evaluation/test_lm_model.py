@@ -80,11 +80,11 @@ def test_wrong_arguments_are_named(checkpoint, tmp_path):
         StarsFastLM(str(tmp_path), device="cpu")
     with pytest.raises(TypeError, match=r"pretrained: expected .* got Linear"):
         StarsFastLM(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"total_ut_steps must be .* got 0"):
+    with pytest.raises(ValueError, match=r"total_ut_steps: expected .* got 0"):
         StarsFastLM(str(checkpoint), turns=0, device="cpu")
-    with pytest.raises(ValueError, match=r"convergence_tol must be .* got -1"):
+    with pytest.raises(ValueError, match=r"convergence_tol: expected .* got -1"):
         StarsFastLM(str(checkpoint), tol=-1, device="cpu")
-    with pytest.raises(ValueError, match=r"tol_per must be one of .* got 'word'"):
+    with pytest.raises(ValueError, match=r"tol_per: expected one of .* got 'word'"):
         StarsFastLM(str(checkpoint), tol_per="word", device="cpu")
 
 

@@ -115,7 +115,7 @@ def test_a_try_that_failed_does_not_hold_its_folder(checkpoint, data, tmp_path, 
     words = words_for(checkpoint, data, tmp_path)
     words[words.index("6")] = "2048"
     assert main(words) == 2
-    assert "--max-new-tokens must be less than the 512 tokens" in capsys.readouterr().err
+    assert "--max-new-tokens: expected less than the 512 tokens" in capsys.readouterr().err
     assert main(words_for(checkpoint, data, tmp_path)) == 0
 
 
@@ -213,7 +213,7 @@ def test_a_model_of_the_hub_is_told_by_its_revision(checkpoint, tmp_path, monkey
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("gpu", "--device must be cpu, cuda, cuda:1, ..., got 'gpu'"),
+        ("gpu", "--device: expected cpu, cuda, cuda:1, ..., got 'gpu'"),
         ("cuda:99", "--device is cuda:99 but PyTorch sees"),
     ],
 )

@@ -63,10 +63,10 @@ def test_the_figure_against_compute(points, tmp_path):
 @pytest.mark.parametrize(
     ("points", "message"),
     [
-        ({}, "points must hold"),
-        ({"a": []}, "points must hold"),
-        ({"a": [(1.0, 1.5)]}, r"accuracy must be in \[0, 1\], got 1.5 for a"),
-        ({"a": [(0.0, 0.5)]}, "mean turns must be positive, got 0.0 for a"),
+        ({}, "points: expected"),
+        ({"a": []}, "points: expected"),
+        ({"a": [(1.0, 1.5)]}, r"accuracy: expected a value in \[0, 1\], got 1.5 for a"),
+        ({"a": [(0.0, 0.5)]}, "mean turns: expected a positive number, got 0.0 for a"),
     ],
 )
 def test_what_can_not_be_drawn_is_named(points, message, tmp_path):

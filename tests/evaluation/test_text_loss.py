@@ -82,11 +82,11 @@ def test_one_pass_is_the_whole_sweep(ouro):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"turns": []}, "turns must hold"),
-        ({"turns": [0]}, "turns must be"),
-        ({"length": 1}, "length must be"),
-        ({"batch_size": 0}, "batch_size must be"),
-        ({"texts": ["", ""]}, "texts must hold a token"),
+        ({"turns": []}, "turns: expected"),
+        ({"turns": [0]}, "turns: expected"),
+        ({"length": 1}, "length: expected"),
+        ({"batch_size": 0}, "batch_size: expected"),
+        ({"texts": ["", ""]}, "texts: expected a token"),
     ],
 )
 def test_wrong_arguments_are_named(ouro, change, message):
@@ -128,9 +128,12 @@ def test_mistakes_of_the_command_are_named(checkpoint, tmp_path, capsys):
     for more, message in (
         (f"--text {tmp_path}/none.txt", "none.txt: No such file"),
         (f"--text {tmp_path}/none.jsonl", "--text"),
-        (f"--text {tmp_path}/empty.txt", "texts must hold a token"),
-        (f"--text {tmp_path}/rows.jsonl", "--column must be one of the columns ['said', 'count']"),
-        (f"--text {tmp_path}/rows.jsonl --column count", "--column must hold text, got 1"),
+        (f"--text {tmp_path}/empty.txt", "texts: expected a token"),
+        (
+            f"--text {tmp_path}/rows.jsonl",
+            "--column: expected one of the columns ['said', 'count']",
+        ),
+        (f"--text {tmp_path}/rows.jsonl --column count", "--column: expected text, got 1"),
         (
             f"--text {tmp_path}/empty.txt --tol 0.1",
             "--tol is an option of runs of the addition study and --tasks",

@@ -93,9 +93,9 @@ def test_a_change_is_relative_to_the_new_state():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0.1), "turns must be an integer >= 1, got 0"),
-        ((3, -0.1), "tol must be a number"),
-        ((3, 0.1, "batch"), "tol_per must be one of .*got 'batch'"),
+        ((0, 0.1), "turns: expected an integer >= 1, got 0"),
+        ((3, -0.1), "tol: expected a number"),
+        ((3, 0.1, "batch"), "tol_per: expected one of .*got 'batch'"),
     ],
 )
 def test_arguments_out_of_range(arguments, message):

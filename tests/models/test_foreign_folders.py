@@ -37,7 +37,7 @@ FOLDERS = {
     "tokenizer": ({"tokenizer__json": {}}, "holds a tokenizer alone, no config.json"),
     "weights": ({"model__safetensors": ""}, "holds weights without a config.json"),
     "config": (OURO, "has a config.json and no weights"),
-    "llama": ({"config__json": {"model_type": "llama"}}, "must be an Ouro model .*got 'llama'"),
+    "llama": ({"config__json": {"model_type": "llama"}}, "is no Ouro model: .*got 'llama'"),
     "shards": (
         {**OURO, "model__safetensors__index__json": {"weight_map": {"a": "1.st", "b": "2.st"}}},
         "lacks 2 of the 2 shards that model.safetensors.index.json names: 1.st, 2.st",

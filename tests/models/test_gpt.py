@@ -94,5 +94,5 @@ def test_dropout_falls_on_the_sub_layers():
 
 
 def test_unknown_norm():
-    with pytest.raises(ValueError, match=r"norm must be one of .* got 'batchnorm'"):
+    with pytest.raises(ValueError, match=r"norm: expected one of .* got 'batchnorm'"):
         make_norm("batchnorm", D)

@@ -147,14 +147,14 @@ def test_learns_a_copy_task():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"d_model": 0}, "d_model must be an integer >= 1, got 0"),
-        ({"n_layers": 1.0}, "n_layers must be an integer >= 1, got 1.0"),
-        ({"n_prelude": -1}, "n_prelude must be an integer >= 0, got -1"),
+        ({"d_model": 0}, "d_model: expected an integer >= 1, got 0"),
+        ({"n_layers": 1.0}, "n_layers: expected an integer >= 1, got 1.0"),
+        ({"n_prelude": -1}, "n_prelude: expected an integer >= 0, got -1"),
         ({"n_heads": 3}, "n_heads must divide d_model, got n_heads=3, d_model=16"),
-        ({"placement": "middle"}, "placement must be one of .* got 'middle'"),
-        ({"norm": "batch"}, "norm must be one of .* got 'batch'"),
-        ({"activation": "swish"}, "activation must be one of .* got 'swish'"),
-        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+        ({"placement": "middle"}, "placement: expected one of .* got 'middle'"),
+        ({"norm": "batch"}, "norm: expected one of .* got 'batch'"),
+        ({"activation": "swish"}, "activation: expected one of .* got 'swish'"),
+        ({"dropout": 1.0}, r"dropout: expected a value in \[0, 1\), got 1.0"),
     ],
 )
 def test_config_errors(fields, message):
@@ -165,22 +165,22 @@ def test_config_errors(fields, message):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda lm: lm(prompts(2, 3), 0), "turns must be an integer >= 1, got 0"),
-        (lambda lm: lm(prompts(2, 3), 2.0), "turns must be an integer >= 1, got 2.0"),
-        (lambda lm: lm.states(prompts(2, 3), 0), "turns must be an integer >= 1, got 0"),
+        (lambda lm: lm(prompts(2, 3), 0), "turns: expected an integer >= 1, got 0"),
+        (lambda lm: lm(prompts(2, 3), 2.0), "turns: expected an integer >= 1, got 2.0"),
+        (lambda lm: lm.states(prompts(2, 3), 0), "turns: expected an integer >= 1, got 0"),
         (lambda lm: lm(prompts(2, 13), 1), "at most max_length=12 long, got 13"),
         (lambda lm: lm(prompts(2, 3).int(), 1), r"\[B, S\] int64, got \[2, 3\] torch.int32"),
         (lambda lm: lm(prompts(3), 1), r"\[B, S\] int64, got \[3\] torch.int64"),
-        (lambda lm: lm.generate(prompts(2, 3), 0, 1), "turns must be an integer >= 1, got 0"),
-        (lambda lm: lm.generate(prompts(2, 3), 1, 0), "max_new_tokens must be an integer >= 1"),
-        (lambda lm: lm.generate(prompts(2, 3), 1, 11), "max_new_tokens must be at most 10 after"),
+        (lambda lm: lm.generate(prompts(2, 3), 0, 1), "turns: expected an integer >= 1, got 0"),
+        (lambda lm: lm.generate(prompts(2, 3), 1, 0), "max_new_tokens: expected an integer >= 1"),
+        (lambda lm: lm.generate(prompts(2, 3), 1, 11), "max_new_tokens: expected at most 10 after"),
         (
             lambda lm: lm.generate(prompts(2, 3), 1, 1, lengths=torch.tensor([3])),
-            r"lengths must be \[2\] int64, got \[1\]",
+            r"lengths: expected \[2\] int64, got \[1\]",
         ),
         (
             lambda lm: lm.generate(prompts(2, 3), 1, 1, lengths=torch.tensor([0, 4])),
-            r"lengths must be in 1..3, got \[0, 4\]",
+            r"lengths: expected a value in 1..3, got \[0, 4\]",
         ),
     ],
 )

@@ -176,11 +176,11 @@ def test_both_forms_of_the_rotary_settings():
     scaling = {"rope_type": "linear", "factor": 2.0}
     loaded = OuroConfig.from_pretrained(checkpoint(), rope_scaling=scaling)
     assert loaded.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
-    with pytest.raises(ValueError, match="rope_theta must be that of rope_parameters"):
+    with pytest.raises(ValueError, match="rope_theta: expected that of rope_parameters"):
         OuroConfig(rope_parameters={"rope_theta": 1e6}, rope_theta=1e4)
-    with pytest.raises(ValueError, match="rope_scaling must be rope_parameters"):
+    with pytest.raises(ValueError, match="rope_scaling: expected rope_parameters"):
         OuroConfig(rope_parameters={"rope_theta": 1e6}, rope_scaling=scaling)
-    with pytest.raises(ValueError, match="rope_parameters must hold rope_type and rope_theta"):
+    with pytest.raises(ValueError, match="rope_parameters: expected rope_type and rope_theta"):
         OuroForCausalLM.from_pretrained(checkpoint(), rope_parameters={"factor": 2.0})
 
 
@@ -373,8 +373,8 @@ def test_an_export_that_fails_leaves_nothing(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"turns": 0}, "turns must be"),
-        ({"turns": 2.5}, "turns must be"),
+        ({"turns": 0}, "turns: expected"),
+        ({"turns": 2.5}, "turns: expected"),
         ({"dtype": "bfloat16"}, "dtype: expected a torch.dtype, got 'bfloat16'"),
     ],
 )

@@ -90,15 +90,15 @@ def test_counting_needs_one_model():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"turns": 0}, "turns must be"),
-        ({"turns": 2.5}, "turns must be"),
+        ({"turns": 0}, "turns: expected"),
+        ({"turns": 2.5}, "turns: expected"),
         ({"exit_at_step": 4}, "exit_at_step: expected less than turns=4, got 4"),
-        ({"exit_threshold": 0.0}, r"exit_threshold must be a number in \(0, 1\], got 0.0"),
-        ({"exit_threshold": 1.5}, r"exit_threshold must be a number in \(0, 1\], got 1.5"),
-        ({"tol": -1.0}, r"tol must be a number in \[0, inf\), got -1.0"),
-        ({"exit_threshold": "0.5"}, "exit_threshold must be a number"),
+        ({"exit_threshold": 0.0}, r"exit_threshold: expected a number in \(0, 1\], got 0.0"),
+        ({"exit_threshold": 1.5}, r"exit_threshold: expected a number in \(0, 1\], got 1.5"),
+        ({"tol": -1.0}, r"tol: expected a number in \[0, inf\), got -1.0"),
+        ({"exit_threshold": "0.5"}, "exit_threshold: expected a number"),
         ({"exit_at_step": 1, "exit_threshold": 0.5}, "exit_threshold: expected None when exit_at"),
-        ({"tol": "1e-3"}, "tol must be a number"),
+        ({"tol": "1e-3"}, "tol: expected a number"),
         ({"input_ids": tokens(1, 6)[0]}, r"input_ids: expected integers \[B, S\], got"),
         ({"input_ids": torch.zeros(2, 6)}, r"input_ids: expected integers \[B, S\], got"),
         ({"input_ids": tokens(2, 6)[:, :0]}, "input_ids: expected a token at least"),
@@ -481,14 +481,14 @@ def test_a_tolerance_never_reached_changes_nothing():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"total_ut_steps": 0}, "total_ut_steps must be"),
+        ({"total_ut_steps": 0}, "total_ut_steps: expected"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads"),
-        ({"hidden_act": "tanh"}, "hidden_act must be one of"),
-        ({"attention_dropout": 0.1}, "attention_dropout must be 0"),
+        ({"hidden_act": "tanh"}, "hidden_act: expected one of"),
+        ({"attention_dropout": 0.1}, "attention_dropout: expected 0"),
         ({"gate": "open"}, "gate: expected 'frozen' or 'ignored', got 'open'"),
         ({"layer_types": ["full_attention"]}, "layer_types must name one of"),
         ({"layer_types": ["sliding_attention"] * 24}, "sliding_window"),
-        ({"head_dim": 7}, "head_dim must be even"),
+        ({"head_dim": 7}, "head_dim: expected an even"),
     ],
 )
 def test_configurations_out_of_range(fields, message):
@@ -500,7 +500,7 @@ def test_settings_overridden_at_load_are_checked():
     for options in ({"turns": 0}, {"tol": -1}, {"exit_threshold": 9}, {"hidden_act": "tanh"}):
         with pytest.raises(ValueError, match=r"total_ut|converg|early_exit|hidden_act"):
             OuroForCausalLM.from_pretrained(checkpoint(), **options)
-    with pytest.raises(ValueError, match="early_exit_step must be less than total_ut_steps=4"):
+    with pytest.raises(ValueError, match="early_exit_step: expected less than total_ut_steps=4"):
         OuroConfig(exit_at_step=4)
 
 

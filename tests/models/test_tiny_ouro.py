@@ -237,12 +237,12 @@ def test_a_tokenizer_is_no_larger_than_asked_and_always_the_same():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"vocab_size": 258}, ValueError, "vocab_size must be an integer >= 259, got 258"),
-        ({"shards": 0}, ValueError, "shards must be an integer >= 1, got 0"),
-        ({"shards": 28}, ValueError, "shards must be at most the 27 weights, got 28"),
-        ({"head_dim": 0}, ValueError, "head_dim must be an integer >= 1, got 0"),
-        ({"hidden_size": 1.5}, ValueError, "hidden_size must be an integer >= 1, got 1.5"),
-        ({"n_layers": 3}, TypeError, r"config must have fields among \[.*\], got \['n_layers'\]"),
+        ({"vocab_size": 258}, ValueError, "vocab_size: expected an integer >= 259, got 258"),
+        ({"shards": 0}, ValueError, "shards: expected an integer >= 1, got 0"),
+        ({"shards": 28}, ValueError, "shards: expected at most the 27 weights, got 28"),
+        ({"head_dim": 0}, ValueError, "head_dim: expected an integer >= 1, got 0"),
+        ({"hidden_size": 1.5}, ValueError, "hidden_size: expected an integer >= 1, got 1.5"),
+        ({"n_layers": 3}, TypeError, r"config: expected fields among \[.*\], got \['n_layers'\]"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -254,6 +254,8 @@ def test_bad_arguments_are_named_and_nothing_is_written(tmp_path, arguments, err
 
 def test_a_folder_in_use_is_left_alone(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"folder must be new or empty, got .*notes\.txt"):
+    with pytest.raises(
+        FileExistsError, match=r"folder: expected a new or empty folder, got .*notes\.txt"
+    ):
         write_tiny_ouro(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -173,14 +173,14 @@ def test_attention_names_what_does_not_fit():
         ops.attention(q, k, k)
     with pytest.raises(ValueError, match="expected q"):
         ops.attention(q, k[..., :4], k)
-    with pytest.raises(ValueError, match="q must be a stack"):
+    with pytest.raises(ValueError, match="q: expected a stack"):
         ops.attention(q[[0, 0, 0]], k, k)
     with pytest.raises(ValueError, match=r"mask must broadcast to \[B, H, Sq, Sk\]"):
         ops.attention(q, q, q, torch.ones(3, 1, 4, 4, dtype=torch.bool))
-    with pytest.raises(ValueError, match="must have one dtype"):
+    with pytest.raises(ValueError, match="expected one dtype"):
         ops.attention(q, q.float(), q)
     spans = Spans.of_documents(bounds([4]), bounds([4]), 4, 4, True)
-    with pytest.raises(ValueError, match="spans must be None"):
+    with pytest.raises(ValueError, match="spans: expected None"):
         ops.attention(q, q, q, causal=True, spans=spans)
     with pytest.raises(ValueError, match=r"expected spans int32 \[B or 1, 5, 2\]"):
         ops.attention(randn(2, 1, 3, 5, 8), q, q, spans=spans)

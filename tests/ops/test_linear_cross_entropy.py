@@ -397,57 +397,57 @@ def test_arguments_that_do_not_fit_are_named():
     def run(hidden=hidden, weight=weight, labels=labels, **options):
         return linear_cross_entropy(hidden, weight, labels, **options)
 
-    with raises(TypeError, match=r"hidden must be floating point, got torch\.int64"):
+    with raises(TypeError, match=r"hidden: expected floating point, got torch\.int64"):
         run(hidden=hidden.long())
-    with raises(TypeError, match=r"weight must have the dtype of hidden, .*64, got .*32"):
+    with raises(TypeError, match=r"weight: expected the dtype of hidden, .*64, got .*32"):
         run(weight=weight.float())
-    with raises(ValueError, match=r"weight must be \[V, D\] .*, got \[6, 13\] for \[3, 5, 6\]"):
+    with raises(ValueError, match=r"weight: expected \[V, D\] .*, got \[6, 13\] for \[3, 5, 6\]"):
         run(weight=weight.t())
     with raises(ValueError, match=r"V, D >= 1, got \[0, 6\] for \[3, 5, 6\]"):
         run(weight=weight[:0])
     with raises(ValueError, match=r"V, D >= 1, got \[13, 0\] for \[3, 5, 0\]"):
         run(hidden=hidden[..., :0], weight=weight[:, :0])
     for name in ("hidden", "weight", "labels", "weights", "supervised"):
-        with raises(TypeError, match=f"linear_cross_entropy: {name} must be a tensor, got list"):
+        with raises(TypeError, match=f"linear_cross_entropy: {name}: expected a tensor, got list"):
             run(**{name: [1.0]})
-    with raises(TypeError, match=r"labels must be int64, got torch\.int32"):
+    with raises(TypeError, match=r"labels: expected int64, got torch\.int32"):
         run(labels=labels.int())
-    with raises(ValueError, match=r"labels must have shape \[3, 5\], got \[15\]"):
+    with raises(ValueError, match=r"labels: expected shape \[3, 5\], got \[15\]"):
         run(labels=labels.flatten())
-    with raises(ValueError, match=r"labels at .* must be in \[0, 13\), got 13 to 13"):
+    with raises(ValueError, match=r"labels at .*: expected a value in \[0, 13\), got 13 to 13"):
         run(labels=torch.full((3, 5), 13))
-    with raises(ValueError, match=r"labels at .* must be in \[0, 13\), got -100"):
+    with raises(ValueError, match=r"labels at .*: expected a value in \[0, 13\), got -100"):
         run(ignore_index=None)
-    with raises(ValueError, match=r"weights must have shape \[3, 5\], got \[3\]"):
+    with raises(ValueError, match=r"weights: expected shape \[3, 5\], got \[3\]"):
         run(weights=torch.ones(3))
-    with raises(TypeError, match="weights must be floating point"):
+    with raises(TypeError, match="weights: expected floating point"):
         run(weights=torch.ones(3, 5, dtype=torch.int64))
-    with raises(ValueError, match="reduction must be 'mean' or 'sum', got 'none'"):
+    with raises(ValueError, match="reduction: expected 'mean' or 'sum', got 'none'"):
         run(reduction="none")
-    with raises(ValueError, match="count must be None with reduction='sum', got 3"):
+    with raises(ValueError, match="count: expected None with reduction='sum', got 3"):
         run(reduction="sum", count=3)
-    with raises(ValueError, match="count must be positive, got 0"):
+    with raises(ValueError, match="count: expected a positive number, got 0"):
         run(count=0)
     for count in ("3", [3]):
-        with raises(TypeError, match="count must be a number or a tensor, got .*3"):
+        with raises(TypeError, match="count: expected a number or a tensor, got .*3"):
             run(count=count)
-        with raises(TypeError, match="count must be a number or a tensor, got .*3"):
+        with raises(TypeError, match="count: expected a number or a tensor, got .*3"):
             run(labels=torch.full((3, 5), -100), count=count)
-    with raises(ValueError, match="count must be on cpu or the CPU, got meta"):
+    with raises(ValueError, match="count: expected a tensor on cpu or the CPU, got meta"):
         run(count=torch.ones((), device="meta"))
-    with raises(ValueError, match=r"count must be one number without gradient, got shape \[2\]"):
+    with raises(ValueError, match=r"count: expected one number without gradient, got shape \[2\]"):
         run(count=torch.ones(2))
-    with raises(ValueError, match="chunk must be an integer >= 1, got 0"):
+    with raises(ValueError, match="chunk: expected an integer >= 1, got 0"):
         run(chunk=0)
-    with raises(TypeError, match=r"supervised must be int64, got torch\.bool"):
+    with raises(TypeError, match=r"supervised: expected int64, got torch\.bool"):
         run(supervised=labels != -100)
-    with raises(ValueError, match=r"supervised must be \[N\] with N <= 15, got \[1, 2\]"):
+    with raises(ValueError, match=r"supervised: expected \[N\] with N <= 15, got \[1, 2\]"):
         run(supervised=torch.zeros(1, 2, dtype=torch.int64))
-    with raises(ValueError, match=r"supervised must be in \[0, 15\), got 15 to 15"):
+    with raises(ValueError, match=r"supervised: expected a value in \[0, 15\), got 15 to 15"):
         run(supervised=torch.tensor([15]))
-    with raises(ValueError, match="backend must be 'torch', 'liger' or None, got 'cuda'"):
+    with raises(ValueError, match="backend: expected 'torch', 'liger' or None, got 'cuda'"):
         run(backend="cuda")
-    with raises(ValueError, match="labels must be on cpu, got meta"):
+    with raises(ValueError, match="labels: expected a tensor on cpu, got meta"):
         run(labels=labels.to("meta"))
 
 

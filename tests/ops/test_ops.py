@@ -86,19 +86,19 @@ def test_add_bias_leaves_the_tangent_alone():
 
 
 def test_ops_name_what_does_not_fit():
-    with pytest.raises(ValueError, match="name must be one of"):
+    with pytest.raises(ValueError, match="name: expected one of"):
         ops.pointwise(randn(2, 3), "swish")
-    with pytest.raises(ValueError, match="u must have g's shape"):
+    with pytest.raises(ValueError, match="u: expected g's shape"):
         ops.gated(randn(2, 3), randn(2, 4))
-    with pytest.raises(ValueError, match="activation must be one of"):
+    with pytest.raises(ValueError, match="activation: expected one of"):
         ops.gated(randn(2, 3), randn(2, 3), "swish")
-    with pytest.raises(ValueError, match="must have branch's shape"):
+    with pytest.raises(ValueError, match="expected branch's shape"):
         ops.sandwich(randn(2, 3, 4), randn(2, 4), None, randn(4), 1e-5, 1e-5)
-    with pytest.raises(ValueError, match=r"weight must have shape \[4\], got \[5\]"):
+    with pytest.raises(ValueError, match=r"weight: expected shape \[4\], got \[5\]"):
         ops.rms_norm(randn(2, 3, 4), randn(5), 1e-5)
-    with pytest.raises(ValueError, match=r"x must be a stack \[2, ...\], got \[3, 4\]"):
+    with pytest.raises(ValueError, match=r"x: expected a stack \[2, ...\], got \[3, 4\]"):
         ops.softmax(randn(3, 4))
-    with pytest.raises(TypeError, match="x must be floating point"):
+    with pytest.raises(TypeError, match="x: expected floating point"):
         ops.pointwise(randn(2, 3).to(torch.complex128), "sin")
     with pytest.raises(ValueError, match="D even"):
         ops.rotary(randn(2, 1, 2, 3, 4), randn(1, 2, 4), randn(1, 2, 4))

@@ -48,7 +48,7 @@ def test_vocabulary_and_length_follow_from_the_data(recipe):
     assert (config.model.vocab_size, config.model.max_length) == (14, 9)
     assert AdditionData(config.data).max_length == 9
     assert load_config(str(recipe), ["--model.max_length", "20"]).model.max_length == 20
-    with pytest.raises(ConfigError, match=r"max_length must be at least 9 for the data, got 8"):
+    with pytest.raises(ConfigError, match=r"max_length: expected at least 9 for the data, got 8"):
         load_config(str(recipe), ["--model.max_length", "8"])
 
 
@@ -83,12 +83,12 @@ def test_a_circle_of_bases_is_an_error(tmp_path):
         (["--steps"], r"--steps needs a value"),
         (["--steps", "--lr", "1"], r"--steps needs a value"),
         (["steps", "3"], r"expected --field value, got 'steps'"),
-        (["--steps", "many"], r"train\.steps must be int, got 'many'"),
-        (["--steps", "0"], r"train: steps must be at least 1 or none, got 0"),
-        (["--method", "sgd"], r"method must be one of sft, .* got 'sgd'"),
+        (["--steps", "many"], r"train\.steps: expected int, got 'many'"),
+        (["--steps", "0"], r"train: steps: expected at least 1 or none, got 0"),
+        (["--method", "sgd"], r"method: expected one of sft, .* got 'sgd'"),
         (["--method", "sft"], r"method sft trains at a fixed number of turns but depth\.law is"),
         (["--depth.law", "fixed"], r"method stars draws the number of turns"),
-        (["--penalty.weight", "1.5"], r"penalty: weight must be >= 0, and <= 1"),
+        (["--penalty.weight", "1.5"], r"penalty: weight: expected >= 0, and <= 1"),
         (["--n_heads", "5"], r"model: n_heads must divide d_model"),
     ],
 )

@@ -88,5 +88,5 @@ def kind_named(name: str) -> DataKind:
         ConfigError: there is none.
     """
     if name not in kinds():
-        raise ConfigError(f"data.kind must be one of {', '.join(kinds())}, got {name!r}")
+        raise ConfigError(f"data.kind: expected one of {', '.join(kinds())}, got {name!r}")
     return kinds()[name]

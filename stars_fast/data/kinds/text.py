@@ -47,8 +47,8 @@ class TextKind(DataKind):
         kept = len(windows) - section.validation
         if kept < 1:
             raise ValueError(
-                f"data.validation must be less than the {len(windows)} windows of data.source, got "
-                f"{section.validation}"
+                f"data.validation: expected less than the {len(windows)} windows of data.source, "
+                f"got {section.validation}"
             )
         pad = tokenizer.pad_token_id or 0
         tokens = sum(map(len, windows))
@@ -71,21 +71,21 @@ def text_windows(texts: list[str], tokenizer: Any, length: int) -> list[np.ndarr
     begin = tokenizer.bos_token_id
     begin = tokenizer.eos_token_id if begin is None else begin
     if begin is None:
-        raise ValueError("tokenizer must have a begin or an end token, got neither")
+        raise ValueError("tokenizer: expected a begin or an end token, got neither")
     windows = []
     for text in texts:
         tokens = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         for start in range(0, len(tokens), length - 1):
             windows.append(np.array([begin, *tokens[start : start + length - 1]]))
     if not windows:
-        raise ValueError("data.source must hold a token at least, got none")
+        raise ValueError("data.source: expected a token at least, got none")
     return windows
 
 
 def _texts(source: str) -> list[str]:
     paths = [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source)))
     if not paths:
-        raise ValueError(f"data.source must be a text file or a glob of some, got {source!r}")
+        raise ValueError(f"data.source: expected a text file or a glob of some, got {source!r}")
     try:
         return [read_text(path) for path in paths]
     except ValueError as error:

@@ -113,7 +113,7 @@ def glu(input: Dual, dim: int = -1) -> Any:
     """a sigmoid(b) of the halves a and b."""
     if input.dim() == 0 or input.shape[dim] % 2:
         raise RuntimeError(
-            f"glu: input must have an even size along dim={dim}, got shape {list(input.shape)}"
+            f"glu: input: expected an even size along dim={dim}, got shape {list(input.shape)}"
         )
     a, b = widened(input).chunk(2, dim)
     return (a * torch.sigmoid(b)).to(input.dtype)
@@ -141,7 +141,7 @@ def softmax_rule(
     if dtype is None:
         dtype = eager_dtype(lambda x: torch.softmax(x, -1), input.stack, (0, 1))
     if dim is None:
-        raise ValueError("softmax: dim must be an integer, got None")
+        raise ValueError("softmax: dim: expected an integer, got None")
     if input.stack.dim() == 1:
         return jvp(torch.softmax, "softmax", (input, dim), {"dtype": dtype})
     axis = shift(dim, input.stack)
@@ -159,7 +159,7 @@ def log_softmax_rule(
     if dtype is None:
         dtype = eager_dtype(lambda x: torch.log_softmax(x, -1), input.stack, (0, 1))
     if dim is None:
-        raise ValueError("log_softmax: dim must be an integer, got None")
+        raise ValueError("log_softmax: dim: expected an integer, got None")
     if input.stack.dim() == 1:
         return jvp(torch.log_softmax, "log_softmax", (input, dim), {"dtype": dtype})
     axis = shift(dim, input.stack)
@@ -270,8 +270,8 @@ def group_norm(
         input = Dual.join(input, torch.zeros_like(input))
     if input.dim() < 2 or num_groups < 1 or input.shape[1] % num_groups:
         raise RuntimeError(
-            f"group_norm: input must be [N, C, ...] with C a multiple of num_groups={num_groups}, "
-            f"got shape {list(input.shape)}"
+            f"group_norm: input: expected [N, C, ...] with C a multiple of "
+            f"num_groups={num_groups}, got shape {list(input.shape)}"
         )
     dtype = eager_dtype(lambda x: F.group_norm(x, 1), input.stack, (1, 2, 1))
     y = _standardise_groups(input, (input.shape[0], num_groups), eps)
@@ -390,7 +390,7 @@ def scaled_dot_product_attention(
         attn_mask, is_causal = _causal_mask(attn_mask, query, key), False
     if attn_mask is not None and is_causal:
         raise RuntimeError(
-            "scaled_dot_product_attention: attn_mask must be None when is_causal is True"
+            "scaled_dot_product_attention: attn_mask: expected None when is_causal is True"
         )
     if scale is None:
         scale = query.shape[-1] ** -0.5

@@ -177,7 +177,7 @@ def family_named(name: str) -> Family:
         ConfigError: there is none.
     """
     if name not in families():
-        raise ConfigError(f"model.family must be one of {', '.join(families())}, got {name!r}")
+        raise ConfigError(f"model.family: expected one of {', '.join(families())}, got {name!r}")
     return families()[name]
 
 
@@ -202,8 +202,8 @@ def family_of(path: str | Path) -> Family:
         if each.recognises(config):
             return each
     raise ConfigError(
-        f"{path} must be a looped model (model_type {' or '.join(types)} in its config.json), got "
-        f"{config.get('model_type')!r}"
+        f"{path} is no looped model: expected model_type {' or '.join(types)} in its config.json, "
+        f"got {config.get('model_type')!r}"
     )
 
 

@@ -96,7 +96,7 @@ class LoopedFamily(Family):
             section = {"tokenizer": TINY_TOKENIZER} | section
             known = section["tokenizer"]
             if known is None or known == "none":
-                raise ConfigError("model.tokenizer must be a hub id, a folder or tiny for text")
+                raise ConfigError("model.tokenizer: expected a hub id, a folder or tiny for text")
             if "vocab_size" not in section:
                 size = TINY_VOCABULARY if known == TINY_TOKENIZER else len(_tokenizer(known))
                 section = {"vocab_size": size} | section
@@ -106,14 +106,16 @@ class LoopedFamily(Family):
         for name, low in needed.items():
             given = str(section[name])
             if given.isdecimal() and int(given) < low:
-                raise ConfigError(f"model.{name} must be at least {low} for the data, got {given}")
+                raise ConfigError(
+                    f"model.{name}: expected at least {low} for the data, got {given}"
+                )
         return section
 
     def start(self, section: LoopedSection, dtype: torch.dtype, seed: int) -> tuple[LoopedLM, Any]:
         tokenizer = None if section.tokenizer is None else _tokenizer(section.tokenizer)
         if tokenizer is not None and len(tokenizer) > section.vocab_size:
             raise ConfigError(
-                f"model.vocab_size must be at least the {len(tokenizer)} tokens of "
+                f"model.vocab_size: expected at least the {len(tokenizer)} tokens of "
                 f"model.tokenizer {section.tokenizer}, got {section.vocab_size}"
             )
         torch.manual_seed(derive(seed, "init"))

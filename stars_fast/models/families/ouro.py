@@ -50,13 +50,13 @@ class OuroSection:
     def __post_init__(self) -> None:
         if self.gate not in ("frozen", "ignored"):
             raise ValueError(
-                f"gate must be frozen or ignored (training it is not part of STARS), got "
+                f"gate: expected frozen or ignored (training it is not part of STARS), got "
                 f"{self.gate!r}"
             )
         for name in ("width", "layers"):
             check_integer(name, getattr(self, name), 1)
         if self.width % 16:
-            raise ValueError(f"width must be a multiple of 16, got {self.width}")
+            raise ValueError(f"width: expected a multiple of 16, got {self.width}")
 
 
 class OuroLoop(Loop):

@@ -175,13 +175,13 @@ def rotary_settings(
         form["rope_theta"] = float(given if form.get("rope_theta") is None else form["rope_theta"])
         if theta is not None and form["rope_theta"] != theta:
             raise ValueError(
-                f"rope_theta must be that of rope_parameters, {form['rope_theta']}, got {theta}"
+                f"rope_theta: expected that of rope_parameters, {form['rope_theta']}, got {theta}"
             )
     if not forms:
         theta = 1_000_000.0 if theta is None else theta
         return {"rope_type": "default", "rope_theta": float(theta)}
     if forms[0] != forms[-1]:
-        raise ValueError(f"rope_scaling must be rope_parameters, {forms[0]}, got {forms[1]}")
+        raise ValueError(f"rope_scaling: expected rope_parameters, {forms[0]}, got {forms[1]}")
     return forms[0]
 
 
@@ -205,13 +205,15 @@ def check_config(config: OuroConfig) -> None:
             f"{config.num_key_value_heads} and {config.num_attention_heads}"
         )
     if config.head_dim % 2:
-        raise ValueError(f"head_dim must be even for rotary positions, got {config.head_dim}")
+        raise ValueError(
+            f"head_dim: expected an even number for rotary positions, got {config.head_dim}"
+        )
     if config.hidden_act not in OURO_ACTIVATIONS:
         raise ValueError(
-            f"hidden_act must be one of {sorted(OURO_ACTIVATIONS)}, got {config.hidden_act!r}"
+            f"hidden_act: expected one of {sorted(OURO_ACTIVATIONS)}, got {config.hidden_act!r}"
         )
     if config.attention_dropout:
-        raise ValueError(f"attention_dropout must be 0, got {config.attention_dropout!r}")
+        raise ValueError(f"attention_dropout: expected 0, got {config.attention_dropout!r}")
     check_gate(config.gate)
     types = config.layer_types
     if len(types) != config.num_hidden_layers or not set(types) <= set(LAYER_TYPES):
@@ -223,14 +225,14 @@ def check_config(config: OuroConfig) -> None:
         check_integer("sliding_window", config.sliding_window or 0, 1)
     if "rope_theta" not in config.rope_parameters or "rope_type" not in config.rope_parameters:
         raise ValueError(
-            f"rope_parameters must hold rope_type and rope_theta, got {config.rope_parameters}"
+            f"rope_parameters: expected rope_type and rope_theta, got {config.rope_parameters}"
         )
     step = config.early_exit_step
     if step is not None:
         check_integer("early_exit_step", step, 0)
         if step >= config.total_ut_steps:
             raise ValueError(
-                f"early_exit_step must be less than total_ut_steps={config.total_ut_steps}, "
+                f"early_exit_step: expected less than total_ut_steps={config.total_ut_steps}, "
                 f"got {step}"
             )
     if config.early_exit_threshold is not None:

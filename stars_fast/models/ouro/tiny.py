@@ -93,11 +93,11 @@ def write_tiny_ouro(
     shapes = weight_shapes(fields)
     check_integer("shards", shards, 1)
     if shards > len(shapes):
-        raise ValueError(f"shards must be at most the {len(shapes)} weights, got {shards}")
+        raise ValueError(f"shards: expected at most the {len(shapes)} weights, got {shards}")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if held := sorted(path.name for path in folder.iterdir()):
-        raise FileExistsError(f"folder must be new or empty, got {folder} with {held}")
+        raise FileExistsError(f"folder: expected a new or empty folder, got {folder} with {held}")
 
     write_json(folder / "config.json", fields)
     # The published bos and eos are token 0; a chat has to stop at the end of the message too.
@@ -169,7 +169,7 @@ def _configuration(
     derived = ("num_key_value_heads head_dim layer_types max_window_layers rope_parameters").split()
     known = {*SIZES, *SETTINGS, *derived, *EXTENSIONS}
     if unknown := sorted(set(given) - known):
-        raise TypeError(f"config must have fields among {sorted(known)}, got {unknown}")
+        raise TypeError(f"config: expected fields among {sorted(known)}, got {unknown}")
     check_integer("vocab_size", vocab_size, SMALLEST_VOCABULARY)
     fields = SIZES | SETTINGS | given
     for name in SIZES:

@@ -18,7 +18,7 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         if any(turns < 1 for turns in self.turns):
-            raise ValueError(f"turns must be positive, got {list(self.turns)}")
+            raise ValueError(f"turns: expected a positive number, got {list(self.turns)}")
         check_integer("every", self.every, 0)
 
 

@@ -57,7 +57,7 @@ def open_trackers(
         ConfigError: W&B or trackio is asked for and not installed.
     """
     if unknown := sorted(set(names) - set(TRACKERS)):
-        raise ValueError(f"names must be among {TRACKERS}, got {unknown[0]!r}")
+        raise ValueError(f"names: expected some of {TRACKERS}, got {unknown[0]!r}")
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         if name == "wandb":

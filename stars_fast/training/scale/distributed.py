@@ -129,7 +129,7 @@ def processes(device: str = "auto") -> Iterator[World]:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if kind == "cuda" and local >= torch.cuda.device_count():
         raise ConfigError(
-            f"torchrun's --nproc-per-node must be at most the number of CUDA devices, "
+            f"torchrun's --nproc-per-node: expected at most the number of CUDA devices, "
             f"{torch.cuda.device_count()}, got {local_size}"
         )
     here = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")

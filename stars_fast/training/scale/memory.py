@@ -61,7 +61,7 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         choices = ("auto", "none", "turn", "layer")
         if self.recompute not in choices:
-            raise ValueError(f"recompute must be one of {choices}, got {self.recompute!r}")
+            raise ValueError(f"recompute: expected one of {choices}, got {self.recompute!r}")
         if self.budget is not None:
             check_number("budget", self.budget, 0.0, open_low=True)
 

@@ -44,9 +44,11 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         if self.kind not in PARALLEL_KINDS:
-            raise ValueError(f"kind must be one of {', '.join(PARALLEL_KINDS)}, got {self.kind!r}")
+            raise ValueError(
+                f"kind: expected one of {', '.join(PARALLEL_KINDS)}, got {self.kind!r}"
+            )
         if self.shard is not None and self.shard < 1:
-            raise ValueError(f"shard must be at least 1 or none, got {self.shard}")
+            raise ValueError(f"shard: expected at least 1 or none, got {self.shard}")
         if self.shard is not None and self.kind != "hsdp":
             raise ValueError(f"shard goes with kind hsdp, got {self.shard} and kind {self.kind}")
         for name in ("reshard", "offload"):

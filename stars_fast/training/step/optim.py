@@ -40,23 +40,23 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cosine", "wsd"):
-            raise ValueError(f"schedule must be one of ('cosine', 'wsd'), got {self.schedule!r}")
+            raise ValueError(f"schedule: expected one of ('cosine', 'wsd'), got {self.schedule!r}")
         if len(self.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+            raise ValueError(f"betas: expected two numbers in [0, 1), got {self.betas}")
         for name in ("lr", "eps", "weight_decay", "warmup_steps", "decay_steps"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected at least 0, got {getattr(self, name)}")
         for name in ("warmup_steps", "decay_steps"):
             value = getattr(self, name)
             if value > 1 and value != int(value):
                 raise ValueError(
-                    f"{name} must be a whole number of steps, or a fraction of the run below 1, "
+                    f"{name}: expected a whole number of steps, or a fraction of the run below 1, "
                     f"got {value}"
                 )
         if not 0.0 <= self.min_lr_ratio <= 1.0:
-            raise ValueError(f"min_lr_ratio must be in [0, 1], got {self.min_lr_ratio}")
+            raise ValueError(f"min_lr_ratio: expected a value in [0, 1], got {self.min_lr_ratio}")
         if self.clip is not None and self.clip <= 0:
-            raise ValueError(f"clip must be positive or none, got {self.clip}")
+            raise ValueError(f"clip: expected a positive number or none, got {self.clip}")
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:

@@ -57,20 +57,20 @@ class PenaltyConfig:
             ("direction", ("random", "step")),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
         for name, low in (("start_step", 0), ("ramp_steps", 0), ("power_steps", 1)):
             if getattr(self, name) < low:
-                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+                raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
         if not 0.0 < self.fraction <= 1.0:
-            raise ValueError(f"fraction must be in (0, 1], got {self.fraction}")
+            raise ValueError(f"fraction: expected a value in (0, 1], got {self.fraction}")
         if self.at == "last" and self.detach:
             raise ValueError(
-                "detach must be false with at=last: one pass can't cut the state off for the "
+                "detach: expected false with at=last: one pass can't cut the state off for the "
                 "penalty and keep it connected for the token loss"
             )
         if self.weight < 0 or (self.weighting == "convex" and self.weight > 1):
             raise ValueError(
-                f"weight must be >= 0, and <= 1 with convex weighting, got {self.weight}"
+                f"weight: expected >= 0, and <= 1 with convex weighting, got {self.weight}"
             )
 
     def micro_batches(self, window: int) -> int:
@@ -84,7 +84,7 @@ class PenaltyConfig:
         number = round(self.fraction * window)
         if number < 1 or abs(number - self.fraction * window) > 1e-6:
             raise ValueError(
-                f"fraction must be a whole number of the {window} micro-batches of a step "
+                f"fraction: expected a whole number of the {window} micro-batches of a step "
                 f"(train.accumulation) with draw micro-batches, got {self.fraction:g}"
             )
         return number

@@ -19,7 +19,7 @@ def parameter_dtype(precision: str) -> torch.dtype:
         ValueError: what is not one of `PRECISIONS`.
     """
     if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
+        raise ValueError(f"precision: expected one of {', '.join(PRECISIONS)}, got {precision!r}")
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 

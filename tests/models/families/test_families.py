@@ -94,7 +94,7 @@ def test_a_run_and_an_export_are_recognised(family, run, tmp_path):
     assert family_of(export_run(run, tmp_path / "out")) is family
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "other"}')
-    with pytest.raises(ConfigError, match=r"must be a looped model .*got 'other'"):
+    with pytest.raises(ConfigError, match=r"is no looped model: .*got 'other'"):
         family_of(tmp_path / "other")
 
 

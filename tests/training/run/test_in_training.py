@@ -159,7 +159,7 @@ def test_the_model_is_itself_again_after_a_failure(ouro, sums, monkeypatch):
 
 def test_tasks_that_do_not_exist_are_named(tmp_path):
     missing = str(tmp_path / "other.yaml")
-    with pytest.raises(ConfigError, match=rf"eval\.tasks must be .* got no-such, {missing}$"):
+    with pytest.raises(ConfigError, match=rf"eval\.tasks: expected .* got no-such, {missing}$"):
         check_tasks(["gsm8k", "svamp", "stars_fast_svamp", "no-such", missing], "eval.tasks")
 
 

@@ -77,7 +77,7 @@ def test_accumulation_follows_from_the_micro_batch_and_must_not_contradict_it():
     assert LoopConfig(batch_size=16, accumulation=4).on(2).accumulation == 4
     with pytest.raises(ValueError, match=r"multiple of micro_batch_size x processes = 3 x 2"):
         LoopConfig(batch_size=16, micro_batch_size=3).on(2)
-    with pytest.raises(ValueError, match=r"accumulation must be left out .* or be 4 .* got 3"):
+    with pytest.raises(ValueError, match=r"accumulation: expected none .* or 4 .* got 3"):
         LoopConfig(batch_size=16, micro_batch_size=2, accumulation=3).on(2)
 
 
@@ -99,7 +99,7 @@ def test_epochs_say_the_steps_unless_steps_do():
                 "train": {"batch_size": 4, "micro_batch_size": 2},
                 "penalty": {"draw": "micro-batches", "fraction": 0.25},
             },
-            r"penalty: fraction must be a whole number of the 1 micro-batches .* got 0\.25",
+            r"penalty: fraction: expected a whole number of the 1 micro-batches .* got 0\.25",
         ),
     ],
 )
@@ -112,7 +112,9 @@ def test_mistakes_are_found_before_data_and_model(run, tmp_path, monkeypatch, ch
 
 def test_a_sharded_shared_turn_on_a_part_does_not_gather_anew(run):
     shared = {"at": "last", "detach": False, "fraction": 0.5}
-    with pytest.raises(ConfigError, match=r"parallel\.reshard must be false with penalty\.at last"):
+    with pytest.raises(
+        ConfigError, match=r"parallel\.reshard: expected false with penalty\.at last"
+    ):
         run(penalty=shared, parallel={"kind": "fsdp", "reshard": True})
     run(penalty=shared, parallel={"kind": "fsdp"})
     run(penalty=shared | {"draw": "micro-batches"}, parallel={"kind": "fsdp", "reshard": True})
@@ -127,7 +129,7 @@ def test_the_recommended_recipe_draws_micro_batches_on_so_many_processes(process
 
 def test_a_step_before_the_last_turn_needs_its_states(run):
     penalty = {"at": "last", "detach": False, "direction": "step"}
-    with pytest.raises(ConfigError, match=r"train\.backprop_turns must be at least 2"):
+    with pytest.raises(ConfigError, match=r"train\.backprop_turns: expected at least 2"):
         run(penalty=penalty, train={"backprop_turns": 1})
     run(penalty=penalty, train={"backprop_turns": 2})
 

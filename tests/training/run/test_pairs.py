@@ -113,28 +113,28 @@ def test_a_looped_lm_on_chats_is_analysed_and_exported(run_of, tmp_path):
 @pytest.mark.parametrize(
     ("model", "data", "changes", "message"),
     [
-        (LOOPED, CHATS, {}, "data.packing must be false with model.family looped_lm"),
+        (LOOPED, CHATS, {}, "data.packing: expected false with model.family looped_lm"),
         (
             {**LOOPED, "vocab_size": 100}, {**CHATS, "packing": False}, {},
-            "model.vocab_size must be at least the .* tokens of model.tokenizer tiny, got 100",
+            "model.vocab_size: expected at least the .* tokens of model.tokenizer tiny, got 100",
         ),
         (
             {**LOOPED, "max_length": 20}, {**CHATS, "packing": False}, {},
-            "model.max_length must be at least 96 for the data, got 20",
+            "model.max_length: expected at least 96 for the data, got 20",
         ),
         (
             {**LOOPED, "tokenizer": None}, {**CHATS, "packing": False}, {},
-            "model.tokenizer must be a hub id, a folder or tiny for text",
+            "model.tokenizer: expected a hub id, a folder or tiny for text",
         ),
-        ({**LOOPED, "vocab_size": 9}, SUMS, {}, "model.vocab_size must be at least 14 for"),
+        ({**LOOPED, "vocab_size": 9}, SUMS, {}, "model.vocab_size: expected at least 14 for"),
         (
             LOOPED, {**CHATS, "packing": False}, {"eval": {"tasks": ["gsm8k"]}},
-            "eval.tasks must be empty with model.family looped_lm",
+            "eval.tasks: expected none with model.family looped_lm",
         ),
-        (OURO, SUMS, {"parallel": {"kind": "fsdp"}}, "parallel.kind must be auto or ddp with data"),
-        ({"family": "gpt9"}, SUMS, {}, "model.family must be one of looped_lm, ouro, got 'gpt9'"),
-        (OURO, {"kind": "poems"}, {}, "data.kind must be one of chats, sums, text, got 'poems'"),
-        (OURO, {**TEXT, "source": "nowhere.txt"}, {}, "data.source must be a text file or a glob"),
+        (OURO, SUMS, {"parallel": {"kind": "fsdp"}}, "parallel.kind: expected auto or ddp"),
+        ({"family": "gpt9"}, SUMS, {}, "model.family: expected one of looped_lm, ouro, got 'gpt9'"),
+        (OURO, {"kind": "poems"}, {}, "data.kind: expected one of chats, sums, text, got 'poems'"),
+        (OURO, {**TEXT, "source": "nowhere.txt"}, {}, "data.source: expected a text file or"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_named(tmp_path, model, data, changes, message):

@@ -466,8 +466,8 @@ def test_processes_agree_on_the_tightest(monkeypatch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"recompute": "all"}, "recompute must be one of"),
-        ({"budget": 0.0}, "budget must be a number in"),
+        ({"recompute": "all"}, "recompute: expected one of"),
+        ({"budget": 0.0}, "budget: expected a number in"),
     ],
 )
 def test_out_of_range(wrong, message):

@@ -142,8 +142,8 @@ def test_one_process_can_hold_all_shards(kind):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"kind": "fsdp2"}, "parallel.kind must be one of"),
-        ({"kind": "hsdp", "shard": 0}, "parallel: shard must be at least 1"),
+        ({"kind": "fsdp2"}, "parallel.kind: expected one of"),
+        ({"kind": "hsdp", "shard": 0}, "parallel: shard: expected at least 1"),
         ({"kind": "fsdp", "shard": 2}, "parallel: shard goes with kind hsdp"),
         ({"kind": "ddp", "reshard": True}, "parallel: reshard goes with kind fsdp or hsdp"),
         ({"offload": True}, "parallel: offload goes with kind fsdp or hsdp, got kind auto"),

@@ -208,17 +208,20 @@ def test_quantile_inverts_the_cumulative_law():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"law": "normal"}, r"law must be one of .* got 'normal'"),
-        ({"low": 0}, "low must be an integer >= 1, got 0"),
+        ({"law": "normal"}, r"law: expected one of .* got 'normal'"),
+        ({"low": 0}, "low: expected an integer >= 1, got 0"),
         ({"high": 2.5}, "high: expected an integer, got 2.5"),
-        ({"low": 5, "high": 4}, "high must be at least low=5, got 4"),
-        ({"sigma": 0.0}, "sigma must be positive and finite, got 0.0"),
-        ({"law": "poisson", "rate": -1.0}, "rate must be positive and finite, got -1.0"),
+        ({"low": 5, "high": 4}, "high: expected at least low=5, got 4"),
+        ({"sigma": 0.0}, "sigma: expected a positive finite number, got 0.0"),
+        ({"law": "poisson", "rate": -1.0}, "rate: expected a positive finite number, got -1.0"),
         ({"mu": float("nan")}, "mu: expected a finite number, got nan"),
-        ({"curriculum_steps": -1}, "curriculum_steps must be an integer >= 0, got -1"),
-        ({"curriculum_start": 0.5}, "curriculum_start must be at least 1, got 0.5"),
-        ({"law": "fixed", "curriculum_steps": 5}, "curriculum_steps must be 0 for a fixed law"),
-        ({"law": "fixed", "value": 20}, r"value must be in \[low, high\] = \[1, 16\], got 20"),
+        ({"curriculum_steps": -1}, "curriculum_steps: expected an integer >= 0, got -1"),
+        ({"curriculum_start": 0.5}, "curriculum_start: expected at least 1, got 0.5"),
+        ({"law": "fixed", "curriculum_steps": 5}, "curriculum_steps: expected 0 for a fixed law"),
+        (
+            {"law": "fixed", "value": 20},
+            r"value: expected from low=1 to high=16, got 20",
+        ),
     ],
 )
 def test_config_errors(fields, message):
@@ -229,10 +232,10 @@ def test_config_errors(fields, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1, 0), "seed must be an integer >= 0, got -1"),
-        ((0, -1), "step must be an integer >= 0, got -1"),
-        ((0, 0, 4, 4), "micro must be below window=4, got 4"),
-        ((0, 0, 0, 0), "window must be an integer >= 1, got 0"),
+        ((-1, 0), "seed: expected an integer >= 0, got -1"),
+        ((0, -1), "step: expected an integer >= 0, got -1"),
+        ((0, 0, 4, 4), "micro: expected less than window=4, got 4"),
+        ((0, 0, 0, 0), "window: expected an integer >= 1, got 0"),
     ],
 )
 def test_sample_errors(arguments, message):
@@ -241,5 +244,5 @@ def test_sample_errors(arguments, message):
 
 
 def test_quantile_error():
-    with pytest.raises(ValueError, match=r"u must be in \[0, 1\), got 1.0"):
+    with pytest.raises(ValueError, match=r"u: expected a value in \[0, 1\), got 1.0"):
         DepthLaw().quantile(1.0)

@@ -118,14 +118,14 @@ def test_gradient_norm_is_that_before_clipping(clip):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"schedule": "linear"}, "schedule must be one of"),
-        ({"betas": (0.9,)}, "betas must be two numbers"),
-        ({"betas": (0.9, 1.0)}, "betas must be two numbers"),
-        ({"lr": -1.0}, "lr must be at least 0"),
-        ({"warmup_steps": 2.5}, "warmup_steps must be a whole number of steps, or a fraction"),
-        ({"decay_steps": -0.1}, "decay_steps must be at least 0"),
-        ({"min_lr_ratio": 2.0}, r"min_lr_ratio must be in \[0, 1\]"),
-        ({"clip": 0.0}, "clip must be positive or none"),
+        ({"schedule": "linear"}, "schedule: expected one of"),
+        ({"betas": (0.9,)}, "betas: expected two numbers"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers"),
+        ({"lr": -1.0}, "lr: expected at least 0"),
+        ({"warmup_steps": 2.5}, "warmup_steps: expected a whole number of steps, or a fraction"),
+        ({"decay_steps": -0.1}, "decay_steps: expected at least 0"),
+        ({"min_lr_ratio": 2.0}, r"min_lr_ratio: expected a value in \[0, 1\]"),
+        ({"clip": 0.0}, "clip: expected a positive number or none"),
     ],
 )
 def test_settings_out_of_range(wrong, message):

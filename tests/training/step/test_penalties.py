@@ -129,7 +129,7 @@ def test_a_resumed_run_is_the_same(tiny, added, tmp_path, monkeypatch):
 
 def test_choices_come_from_the_files(tiny):
     assert list(METHODS) == ["sft", "random-loop", "jsrr", "stars", "l2"]
-    with pytest.raises(ConfigError, match=r"method must be one of sft, .*, got 'size'"):
+    with pytest.raises(ConfigError, match=r"method: expected one of sft, .*, got 'size'"):
         tiny(method="size")
 
 

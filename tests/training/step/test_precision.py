@@ -118,7 +118,7 @@ def test_precisions_by_name():
     assert [parameter_dtype(p) for p in PRECISIONS] == [
         torch.float32, torch.float32, torch.bfloat16
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"precision must be one of mixed.*got 'half'"):
+    with pytest.raises(ValueError, match=r"precision: expected one of mixed.*got 'half'"):
         parameter_dtype("half")
 
 
