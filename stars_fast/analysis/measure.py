@@ -126,7 +126,7 @@ class _Batch:
     def run(self) -> Trajectory:
         self.say(f"{self.plan.turns} turns")
         with torch.no_grad():
-            h0, self.inputs = self.loop.begin(self.batch.tokens)
+            h0, self.inputs = self.loop.begin(self.batch.tokens, self.batch.samples)
             self.block = self.loop.turn(h0, self.batch.samples, self.inputs)
         return trajectory(self.block, h0, self.plan.turns, mask=self.mask, visit=self._visit)
 

@@ -53,7 +53,7 @@ def evaluate_adaptive(
         for tol in tols:
             right = taken = stuck = tokens = count = 0
             for batch in first_batches(loop, sums, limit, batch_size):
-                h, inputs = loop.begin(batch.tokens)
+                h, inputs = loop.begin(batch.tokens, batch.samples)
                 everything = torch.ones(h.shape[:2], dtype=torch.bool)
                 real = everything if batch.samples.real is None else batch.samples.real
                 real = real.to(h.device)

@@ -41,7 +41,7 @@ def evaluate(
     right, count = dict.fromkeys(turns, 0), 0
     try:
         for batch in first_batches(loop, sums, limit, batch_size):
-            h, inputs = loop.begin(batch.tokens)
+            h, inputs = loop.begin(batch.tokens, batch.samples)
             block = loop.turn(h, batch.samples, inputs)
             for turn in range(1, max(turns) + 1):
                 h = block(h)

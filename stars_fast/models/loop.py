@@ -45,9 +45,9 @@ class Loop(ABC, nn.Module):
     def prelude(self, tokens: Tensor) -> Tensor:
         """Token ids [B, S] int64 -> [B, S, D], what comes before the turns."""
 
-    def begin(self, tokens: Tensor) -> Start:
-        """Token ids [B, S] int64 -> the state before the first turn, by default the prelude's
-        output, and what every turn takes in besides it."""
+    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+        """Token ids [B, S] int64, whose samples these are -> the state before the first turn, by
+        default the prelude's output, and what every turn takes in besides it."""
         return Start(self.prelude(tokens))
 
     @abstractmethod

@@ -172,6 +172,9 @@ def test_in_training_the_initial_states_are_drawn_as_dropout_is():
     assert not torch.isclose(start(1), start(2)).any()
     rows = start(1)
     assert not torch.isclose(rows[0], rows[1]).any()
+    bounds = {"cu_seqlens": torch.tensor([0, 3, 6])}
+    row = net(tokens(1, 6), turns=1, output_hidden_states=True, **bounds).hidden_states[0][0]
+    assert not torch.isclose(row[:3], row[3:]).any()
 
 
 @torch.no_grad()
@@ -277,12 +280,12 @@ def test_the_ways_to_say_how_many_turns():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"turns": 0}, ValueError, "turns .*0"),
+        ({"turns": 0}, ValueError, r"turns: .*0"),
         ({"turns": 2, "num_steps": 2}, ValueError, "num_steps: expected None when turns is given"),
         ({"num_steps": (1, 2, 3)}, ValueError, "num_steps: expected a number, or two"),
-        ({"num_steps": (0, 0)}, ValueError, "num_steps .*0"),
-        ({"backprop_turns": 0}, ValueError, "backprop_turns .*0"),
-        ({"tol": -1.0}, ValueError, "tol .*-1"),
+        ({"num_steps": (0, 0)}, ValueError, r"num_steps: .*0"),
+        ({"backprop_turns": 0}, ValueError, r"backprop_turns: .*0"),
+        ({"tol": -1.0}, ValueError, r"tol: .*-1"),
         ({"words": 1}, TypeError, r"Huginn: unknown arguments \['words'\]"),
         ({"output_attentions": True}, ValueError, "output_attentions: expected False"),
     ],
@@ -316,24 +319,27 @@ def test_embeddings_can_be_given_instead_of_tokens():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n_embd": 0}, "n_embd .*0"),
-        ({"n_heads": 4, "n_embd": 32, "num_key_value_heads": 3}, "num_key_value_heads must divide"),
-        ({"n_heads": 4, "n_embd": 36}, "head_dim must be even .*9"),
-        ({"padded_vocab_size": 100}, "padded_vocab_size must be at least vocab_size=65536"),
-        ({"nonlin_name": "ReLU"}, "nonlin_name must be 'SiLU', got 'ReLU'"),
-        ({"injection_type": "add"}, "injection_type must be 'linear', got 'add'"),
-        ({"block_class_name": "TransformerBlock"}, "block_class_name must be 'SandwichBlock'"),
-        ({"test_time_noise": 0.1}, "test_time_noise must be 0 .*0.1"),
-        ({"layer_layout": "gpt2"}, "layer_layout must be one of .*'gpt2'"),
-        ({"initial_state_mode": "skip-adapter"}, "initial_state_mode must be one of .*skip-ad"),
-        ({"num_key_value_heads": 11}, "qk_bias must be False with num_key_value_heads=11"),
-        ({"mean_recurrence": 0}, "mean_recurrence .*0"),
-        ({"n_layers_in_recurrent_block": 0}, "n_layers_in_recurrent_block .*0"),
-        ({"n_layers_in_prelude": -1}, "n_layers_in_prelude .*-1"),
-        ({"state_seed": -1}, "state_seed .*-1"),
-        ({"init_values": {"std": 1.0}}, "init_values must hold out_proj"),
-        ({"norm_eps": -1.0}, "norm_eps .*-1"),
-        ({"convergence_tol": -0.5}, "convergence_tol .*-0.5"),
+        ({"n_embd": 0}, r"n_embd: .*0"),
+        (
+            {"n_heads": 4, "n_embd": 32, "num_key_value_heads": 3},
+            "num_key_value_heads: expected a divisor",
+        ),
+        ({"n_heads": 4, "n_embd": 36}, "head_dim: expected an even .*9"),
+        ({"padded_vocab_size": 100}, "padded_vocab_size: expected at least vocab_size=65536"),
+        ({"nonlin_name": "ReLU"}, "nonlin_name: expected 'SiLU', got 'ReLU'"),
+        ({"injection_type": "add"}, "injection_type: expected 'linear', got 'add'"),
+        ({"block_class_name": "TransformerBlock"}, "block_class_name: expected 'SandwichBlock'"),
+        ({"test_time_noise": 0.1}, "test_time_noise: expected 0 .*0.1"),
+        ({"layer_layout": "gpt2"}, "layer_layout: expected one of .*'gpt2'"),
+        ({"initial_state_mode": "skip-adapter"}, "initial_state_mode: expected one of .*skip-ad"),
+        ({"num_key_value_heads": 11}, "qk_bias: expected False with num_key_value_heads=11"),
+        ({"mean_recurrence": 0}, r"mean_recurrence: .*0"),
+        ({"n_layers_in_recurrent_block": 0}, r"n_layers_in_recurrent_block: .*0"),
+        ({"n_layers_in_prelude": -1}, r"n_layers_in_prelude: .*-1"),
+        ({"state_seed": -1}, r"state_seed: .*-1"),
+        ({"init_values": {"std": 1.0}}, "init_values: expected out_proj"),
+        ({"norm_eps": -1.0}, r"norm_eps: .*-1"),
+        ({"convergence_tol": -0.5}, r"convergence_tol: .*-0.5"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None),
     ],
 )

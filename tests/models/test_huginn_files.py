@@ -161,11 +161,11 @@ def test_saved_and_loaded_in_a_fresh_process_it_says_the_same(shape, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shape": "gpt2"}, "shape must be one of .*'gpt2'"),
-        ({"vocab_size": 10}, "vocab_size .*10"),
-        ({"shards": 0}, "shards .*0"),
-        ({"n_embd": 0}, "n_embd .*0"),
-        ({"hidden_size": 32}, r"config must have fields among .*\['hidden_size'\]"),
+        ({"shape": "gpt2"}, "shape: expected one of .*'gpt2'"),
+        ({"vocab_size": 10}, r"vocab_size: .*10"),
+        ({"shards": 0}, r"shards: .*0"),
+        ({"n_embd": 0}, r"n_embd: .*0"),
+        ({"hidden_size": 32}, r"config: expected fields among .*\['hidden_size'\]"),
     ],
 )
 def test_mistakes_in_a_tiny_checkpoint_are_named(options, message, tmp_path):
@@ -174,5 +174,5 @@ def test_mistakes_in_a_tiny_checkpoint_are_named(options, message, tmp_path):
 
 
 def test_a_tiny_checkpoint_overwrites_nothing(copy):
-    with pytest.raises(FileExistsError, match="folder must be new or empty"):
+    with pytest.raises(FileExistsError, match="folder: expected a new or empty"):
         write_tiny_huginn(copy)

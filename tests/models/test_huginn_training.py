@@ -11,8 +11,8 @@ from torch.func import jvp
 
 from stars_fast import explain, fused_jsrr, fused_jvp, looped_block
 from stars_fast.data.batches import micro_batch
-from stars_fast.data.documents import PaddedChats, TokenDocuments
-from stars_fast.data.samples import sample_noise
+from stars_fast.data.documents import PackedChats, PaddedChats, TokenDocuments
+from stars_fast.data.samples import draw_samples, sample_noise
 from stars_fast.models.families import families
 from stars_fast.models.huginn.tiny import SHAPES
 from stars_fast.training.config import config_from
@@ -243,7 +243,7 @@ def test_a_steps_gradient_is_that_by_hand(at, tmp_path):
     parameters = list(net.parameters())
     found = torch.autograd.grad(loss, parameters)
 
-    start = loop.begin(batch.tokens)
+    start = loop.begin(batch.tokens, batch.samples)
     turn = loop.turn(start.state, batch.samples, start.inputs)
     h = start.state
     for _ in range(2):
@@ -258,6 +258,60 @@ def test_a_steps_gradient_is_that_by_hand(at, tmp_path):
     torch.testing.assert_close(penalty, expected.detach())
     total = config.penalty.combine(by_hand, expected, 0.3)
     for a, b in zip(found, torch.autograd.grad(total, parameters), strict=True):
+        assert relative_error(a, b) <= 1e-9
+
+
+def shares(loop, config, batch):
+    """The parts of the loss, and its gradient."""
+    plan = StepPlan(step=0, turns=[3], weight=0.3, lr=0.0)
+    loss, parts = StepLoss(loop, config)(batch, plan, 3, len(batch.labels))
+    return parts, torch.autograd.grad(loss, list(loop.model.parameters()))
+
+
+@pytest.mark.parametrize("at", ["next", "last"])
+@each_shape
+def test_packed_and_padded_documents_have_one_loss_and_gradient(shape, at, tmp_path):
+    config = run_config(tmp_path, penalty={"at": at, "detach": at == "next", "weight": 0.3})
+    loop = families()["huginn"].loop(model(shape))
+    documents = [tokens(1, length, seed=length)[0].numpy() for length in (7, 4, 9)]
+    packed = micro_batch(PackedChats(as_documents(documents), 24, 0), [0])
+    order = [row.numpy() for row in packed.samples.per_sample(packed.tokens[0][None])]
+    padded = micro_batch(PaddedChats(as_documents(order), 0), [0, 1, 2])
+    assert packed.samples.packed and not padded.samples.packed
+    (one, mine), (two, theirs) = (shares(loop, config, each) for each in (packed, padded))
+    torch.testing.assert_close(one, two, rtol=1e-6, atol=0)  # reported in fp32
+    for a, b in zip(mine, theirs, strict=True):
+        assert relative_error(a, b) <= 1e-9
+
+
+def as_documents(rows):
+    return TokenDocuments([(row, row >= 0) for row in rows])
+
+
+@pytest.mark.parametrize("at", ["next", "last"])
+def test_a_part_of_the_samples_takes_its_own_inputs_along(at, tmp_path):
+    """The penalty of one sample of three, which are drawn anew each step."""
+    penalty = {"at": at, "detach": at == "next", "fraction": 0.34, "weight": 0.3}
+    config = run_config(tmp_path, penalty=penalty)
+    net = model()
+    loop = families()["huginn"].loop(net)
+    batch = micro_batch(PaddedChats(as_documents(tokens(3, 8).numpy()), 0), [0, 1, 2])
+    (_, found), gradient = shares(loop, config, batch)
+    start = loop.begin(batch.tokens, batch.samples)
+    turn = loop.turn(start.state, batch.samples, start.inputs)
+    states = [start.state]
+    for _ in range(3):
+        states.append(turn(states[-1]))
+    (row,) = draw_samples(3, 1, config.seed, 0, batch.index)
+    place = states[3 if at == "next" else 2][row : row + 1]
+    place = place.detach() if at == "next" else place
+    v = sample_noise(place, batch.samples.subset([row]).tokens, config.seed, 0, [row])
+    block = looped_block(net, inputs=start.inputs[row : row + 1])
+    expected = fused_jsrr(block, place, v=v, detach=at == "next")
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-6, atol=0)
+    by_hand = plain_loss(net.read(states[-1], net.prepare(place.expand(3, -1, -1))), batch.tokens)
+    total = config.penalty.combine(by_hand, expected, 0.3)
+    for a, b in zip(gradient, torch.autograd.grad(total, list(net.parameters())), strict=True):
         assert relative_error(a, b) <= 1e-9
 
 

@@ -53,11 +53,11 @@ class HuginnSection:
 
     def __post_init__(self) -> None:
         if self.shape not in _SHAPES:
-            raise ValueError(f"shape must be one of {', '.join(_SHAPES)}, got {self.shape!r}")
+            raise ValueError(f"shape: expected one of {', '.join(_SHAPES)}, got {self.shape!r}")
         for name in ("width", "layers"):
             check_integer(name, getattr(self, name), 1)
         if self.width % 16:
-            raise ValueError(f"width must be a multiple of 16, got {self.width}")
+            raise ValueError(f"width: expected a multiple of 16, got {self.width}")
 
 
 class HuginnLoop(Loop):
@@ -72,10 +72,12 @@ class HuginnLoop(Loop):
         x = self.model.embed(tokens)
         return self.model.prelude(x, self.model.prepare(x))
 
-    def begin(self, tokens: Tensor) -> Start:
+    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
         """The initial state, which is noise, and the prelude's output, which all turns take in."""
-        inputs = self.prelude(tokens)
-        return Start(self.model.first_state(inputs, self.model.prepare(inputs)), inputs)
+        x = self.model.embed(tokens)
+        context = self.model.prepare(x, cu_seqlens=samples.cu_seqlens)
+        inputs = self.model.prelude(x, context)
+        return Start(self.model.first_state(inputs, context), inputs)
 
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         if inputs is None:
@@ -87,7 +89,7 @@ class HuginnLoop(Loop):
         return self.model.read(h, self.model.prepare(h))
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        out = self.model.coda(h, self.model.prepare(h))
+        out = self.model.coda(h, self.model.prepare(h, cu_seqlens=batch.samples.cu_seqlens))
         rows = out.flatten(0, 1).index_select(0, batch.positions)
         weight = self.model.lm_head.weight
         return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
@@ -120,6 +122,7 @@ class HuginnFamily(Family):
     title = "Huginn"
     model_type = "huginn_raven"
     section = HuginnSection
+    packs = True
 
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"

@@ -236,39 +236,43 @@ def check_config(config: HuginnConfig) -> None:
         check_integer(name, getattr(config, name), 0)
     if config.n_heads % config.num_key_value_heads:
         raise ValueError(
-            "num_key_value_heads must divide n_heads, got "
-            f"{config.num_key_value_heads} and {config.n_heads}"
+            f"num_key_value_heads: expected a divisor of n_heads={config.n_heads}, got "
+            f"{config.num_key_value_heads}"
         )
     if config.head_dim % 2:
-        raise ValueError(f"head_dim must be even for rotary positions, got {config.head_dim}")
+        raise ValueError(
+            f"head_dim: expected an even number for rotary positions, got {config.head_dim}"
+        )
     if config.padded_vocab_size < config.vocab_size:
         raise ValueError(
-            f"padded_vocab_size must be at least vocab_size={config.vocab_size}, got "
+            f"padded_vocab_size: expected at least vocab_size={config.vocab_size}, got "
             f"{config.padded_vocab_size}"
         )
     for name, value in _ONLY.items():
         if getattr(config, name) != value:
-            raise ValueError(f"{name} must be {value!r}, got {getattr(config, name)!r}")
+            raise ValueError(f"{name}: expected {value!r}, got {getattr(config, name)!r}")
     if config.test_time_noise:
         raise ValueError(
-            "test_time_noise must be 0 (a turn would be no map of the state), got "
+            "test_time_noise: expected 0 (a turn would be no map of the state), got "
             f"{config.test_time_noise!r}"
         )
     if config.layer_layout not in (None, *LAYOUTS):
-        raise ValueError(f"layer_layout must be one of {LAYOUTS}, got {config.layer_layout!r}")
+        raise ValueError(f"layer_layout: expected one of {LAYOUTS}, got {config.layer_layout!r}")
     if config.initial_state_mode not in STATES:
         raise ValueError(
-            f"initial_state_mode must be one of {STATES}, got {config.initial_state_mode!r}"
+            f"initial_state_mode: expected one of {STATES}, got {config.initial_state_mode!r}"
         )
     if config.qk_bias and config.num_key_value_heads != config.n_heads:
         raise ValueError(
-            f"qk_bias must be False with num_key_value_heads={config.num_key_value_heads} and "
+            f"qk_bias: expected False with num_key_value_heads={config.num_key_value_heads} and "
             f"n_heads={config.n_heads}, which it has no shape for, got True"
         )
     check_number("norm_eps", config.norm_eps, 0.0)
     for name in ("std", "out_proj", "embedding", "embed_scale"):
         if name not in config.init_values:
-            raise ValueError(f"init_values must hold {name}, got {sorted(config.init_values)}")
+            raise ValueError(
+                f"init_values: expected {name} among them, got {sorted(config.init_values)}"
+            )
         check_number(f"init_values.{name}", config.init_values[name], 0.0)
     if config.convergence_tol is not None:
         check_number("convergence_tol", config.convergence_tol, 0.0)

@@ -186,7 +186,7 @@ class HuginnParts(HuginnPreTrainedModel):
         """s_0 [B, S, D], before the first turn.
 
         Noise of the configuration's `state_seed` and each token's position in its document. In
-        training, rows have seeds of their own, drawn as dropout is.
+        training, samples have seeds of their own, drawn as dropout is.
 
         Args:
             inputs: e [B, S, D].
@@ -198,6 +198,8 @@ class HuginnParts(HuginnPreTrainedModel):
         seeds: Tensor | int = config.state_seed if seed is None else seed
         if seed is None and self.training:
             seeds = fresh_seeds(len(inputs), inputs.device)
+            if context.starts is not None:  # documents of one row have each its own
+                seeds = seeds + context.starts.to(inputs.device)
         std = scales["std"] * scales["embed_scale"]
         positions = context.tokens.positions.to(inputs.device)
         return noise_state(seeds, positions, config.n_embd, std).to(inputs.dtype).expand_as(inputs)

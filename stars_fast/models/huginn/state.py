@@ -28,7 +28,7 @@ def noise_state(seed: Tensor | int, positions: Tensor, width: int, std: float) -
     """Truncated-normal noise, [B, S, width] fp64.
 
     Args:
-        seed: [B, 1] int64, or one for all rows.
+        seed: [B, 1 or S] int64, or one for all tokens.
         positions: [B or 1, S] int64.
         width: D.
         std: of the normal before it is cut off at 3 of them.

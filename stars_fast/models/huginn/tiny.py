@@ -124,13 +124,13 @@ def write_tiny_huginn(
         ValueError: a shape, size or number of shards that does not exist.
     """
     if shape not in SHAPES:
-        raise ValueError(f"shape must be one of {SHAPES}, got {shape!r}")
+        raise ValueError(f"shape: expected one of {SHAPES}, got {shape!r}")
     check_integer("vocab_size", vocab_size, SMALLEST_VOCABULARY)
     check_integer("shards", shards, 1)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if held := sorted(path.name for path in folder.iterdir()):
-        raise FileExistsError(f"folder must be new or empty, got {folder} with {held}")
+        raise FileExistsError(f"folder: expected a new or empty one, got {folder} with {held}")
     fields = _configuration(shape, vocab_size, dtype, config)
     weights = random_weights(weight_shapes(fields, shape), seed, torch.float32)
     if shape == "huginn":
@@ -191,7 +191,7 @@ def _configuration(
         fields["num_key_value_heads"] = max(given.get("n_heads", fields["n_heads"]) // 2, 1)
     known = {*fields, "num_key_value_heads", "initial_state_mode"}
     if unknown := sorted(set(given) - known):
-        raise ValueError(f"config must have fields among {sorted(known)}, got {unknown}")
+        raise ValueError(f"config: expected fields among {sorted(known)}, got {unknown}")
     fields |= given
     for name in SIZES:
         check_integer(name, fields[name], 0 if name.endswith(("prelude", "coda")) else 1)

@@ -14,7 +14,7 @@ from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_t
 
 def begin(loop: Loop, batch: MicroBatch, precision: str) -> Start:
     """h^(0) and the inputs of the turns, in the dtype that the turns compute in."""
-    start = loop.begin(batch.tokens)
+    start = loop.begin(batch.tokens, batch.samples)
     return start.to(torch.bfloat16) if precision == "mixed" else start
 
 

@@ -33,8 +33,9 @@ from stars_fast.models.saved import find_model, load_model
 source = find_model(sys.argv[1])
 loop = source.family.loop(load_model(source, torch.float64))
 tokens, logits = torch.load(sys.argv[2])
-h, inputs = loop.begin(tokens)
-turn = loop.turn(h, pickle.loads(bytes.fromhex(sys.argv[3])), inputs)
+samples = pickle.loads(bytes.fromhex(sys.argv[3]))
+h, inputs = loop.begin(tokens, samples)
+turn = loop.turn(h, samples, inputs)
 found = loop.logits(turn(turn(h)))
 assert torch.allclose(found, logits, rtol=1e-9, atol=1e-9), (found - logits).abs().max()
 """
@@ -76,7 +77,7 @@ def parts(run):
 
 
 def logits_of(loop, batch, turns):
-    h, inputs = loop.begin(batch.tokens)
+    h, inputs = loop.begin(batch.tokens, batch.samples)
     turn = loop.turn(h, batch.samples, inputs)
     for _ in range(turns):
         h = turn(h)
@@ -119,7 +120,7 @@ def test_its_loss_is_that_of_its_logits(parts):
 
 def test_its_layers_hold_the_weights_of_a_turn(parts):
     loop, batch = parts
-    h, inputs = loop.begin(batch.tokens)
+    h, inputs = loop.begin(batch.tokens, batch.samples)
     h, inputs = h.detach(), None if inputs is None else inputs.detach()
     loop.turn(h, batch.samples, inputs)(h).square().sum().backward()
     held = {id(p) for layer in loop.layers for p in layer.parameters()}
