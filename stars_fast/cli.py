@@ -27,6 +27,7 @@ examples:
   stars-fast eval runs/ouro-numina --tasks gsm8k,math500,asdiv,svamp,amc23 --turns 2,4,8
   stars-fast eval ByteDance/Ouro-1.4B --text wiki.txt --turns 1,2,4,8,16
   stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
+  stars-fast export runs/ouro-numina-lora ouro-adapter --adapter keep
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
 """
 
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Weights, configuration, generation settings, tokenizer and chat template, as "
         "transformers and vLLM read them.",
     )
-    export.add_argument("run", metavar="RUN", help="run folder, or an Ouro checkpoint")
+    export.add_argument("run", metavar="RUN", help="run folder, checkpoint, or PEFT adapter")
     export.add_argument("out", metavar="DIR", help="new or empty folder")
     export.add_argument(
         "--step", type=positive, metavar="N", help="checkpoint (default: the newest)"
@@ -104,6 +105,13 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="of the weights (default: that of the run)",
+    )
+    export.add_argument(
+        "--adapter",
+        choices=("merge", "keep"),
+        default="merge",
+        help="LoRA adapters: added to the weights, or written alone as a PEFT adapter that names "
+        "its base model (default: merge)",
     )
     export.set_defaults(command=_export)
 
@@ -219,7 +227,14 @@ def _export(args: argparse.Namespace) -> int:
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     try:
-        export_run(args.run, args.out, step=args.step, turns=args.turns, dtype=dtype)
+        export_run(
+            args.run,
+            args.out,
+            step=args.step,
+            turns=args.turns,
+            dtype=dtype,
+            adapter=args.adapter,
+        )
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     print(f"written: {args.out}")

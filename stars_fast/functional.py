@@ -6,6 +6,9 @@ once, and a native model is.
 
 Shapes: B batch, H heads, S tokens, D width. Where an argument may carry a tangent, tensors and
 pairs mix: what is a plain tensor has a tangent of zero.
+
+The ops have a first derivative alone: `create_graph=True` through one, for tensors too, is an error
+that names it. `fused_jvp` and `fused_jsrr` need none.
 """
 
 from __future__ import annotations
@@ -184,7 +187,14 @@ def sandwich(
 
 @_on_pairs(2, "stacked")
 def add(x: Tensor, y: Tensor, *, dual: bool = False) -> Tensor:
-    """x + y, of tensors or pairs of one shape."""
+    """x + y, of tensors or pairs of one shape.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if x.shape != y.shape:
+        shapes = (list(each.shape[1:] if dual else each.shape) for each in (x, y))
+        raise ValueError("add: y: expected x's shape {}, got {}".format(*shapes))
     return x + y
 
 
@@ -279,10 +289,15 @@ def softmax(x: Tensor, *, dual: bool = False) -> Tensor:
     return ops.softmax(x, dual=dual)
 
 
+def _heads(x: Tensor, width: int) -> Tensor:
+    shape = x.shape
+    return x.reshape(*shape[:-1], shape[-1] // width, width).transpose(-3, -2)
+
+
 @_on_pairs(1, "stacked")
 def split_heads(x: Tensor, width: int, *, dual: bool = False) -> Tensor:
     """[B, S, H * width] -> [B, H, S, width], a view; x is a Tensor or a Dual."""
-    return x.unflatten(-1, (-1, width)).transpose(-3, -2)
+    return _heads(x, width)
 
 
 @_on_pairs(1, "stacked")
@@ -323,7 +338,7 @@ def linear_heads(
     y = F.linear(x, weight) if dual else F.linear(x, weight, bias)
     if dual and bias is not None:
         y = ops.add_bias(y, bias)
-    y = y.view(*y.shape[:-1], -1, width).transpose(-3, -2)
+    y = _heads(y, width)
     if tables is None:
         return y
     if not dual:
@@ -366,7 +381,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, *, dual: bool = False) -> Tensor
     return ops.rotary(x, cos, sin)
 
 
-@_on_pairs(3)
+@_on_pairs(3, by_rules=True)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -383,7 +398,8 @@ def attention(
     Args:
         q: [B, H, Sq, D], Tensor or Dual.
         k, v: [B, Hkv, Sk, D], H a multiple of Hkv.
-        mask: broadcastable to [B, H, Sq, Sk]; boolean (True = attend) or added to the logits.
+        mask: broadcastable to [B, H, Sq, Sk]; boolean (True = attend) or added to the logits. One
+            that wants a gradient, or carries a tangent, takes torch's ops one by one.
         causal: keep key j for query i where j <= i.
         scale: of the logits; D^-1/2 by default.
         spans: the interval of keys of each query, instead of `mask` and `causal`.
@@ -396,16 +412,35 @@ def attention(
         TypeError, ValueError: an argument of the wrong dtype or shape, or `spans` with `mask` or
             `causal`.
     """
-    if dual:
-        return ops.attention(q, k, v, mask, causal, scale, spans=spans)
+    if spans is not None and (mask is not None or causal):
+        raise ValueError("attention: spans: expected None when mask or causal is given")
+    if not dual:
+        return _torchs_attention(q, k, v, mask, causal, scale, spans)
+    if mask is not None and mask.requires_grad:  # the fused kernel has no gradient for it
+        pairs = pair_of(q), pair_of(k), pair_of(v)
+        return _torchs_attention(*pairs, mask, causal, scale, spans).stack  # type: ignore[attr-defined]
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return ops.attention(q, k, v, mask, causal, scale, spans=spans)
+
+
+def _torchs_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    spans: Spans | None,
+) -> Tensor:
+    """`attention` by torch's own op, of tensors or pairs."""
     if spans is not None:
-        if mask is not None or causal:
-            raise ValueError("attention: spans: expected None when mask or causal is given")
         key = torch.arange(k.shape[-2], device=q.device)
         first, stop = spans.queries[:, None].unsqueeze(-2).unbind(-1)
         mask = (first <= key) & (key < stop)
     elif causal and mask is not None:
-        seen = mask.new_ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         is_boolean = mask.dtype == torch.bool
         mask = mask & seen if is_boolean else mask.masked_fill(~seen, -torch.inf)
         causal = False

@@ -39,6 +39,11 @@ def test_train_resume_and_eval(here, capsys):
     assert "runs/tiny exists" in capsys.readouterr().err
     assert main(["train", "runs/tiny", "--resume", "--steps", "6"]) == 0
     assert main(["train", "runs/tiny/config.yaml", "--out", "runs/again"]) == 0
+    assert (
+        main(["export", "runs/tiny", "exported"]) == 0
+    )  # without a tokenizer, and none is asked for
+    assert (here / "exported/config.json").exists()
+    capsys.readouterr()
 
     assert main(["eval", "runs/tiny", "runs/again", "--turns", "1,2,8", "--limit", "20"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -177,7 +177,7 @@ def test_arguments_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="weight"):
         functional.rms_norm(Dual(x), randn(D + 1), 1e-6)
     q = randn(1, 2, 5, D)
-    with pytest.raises(ValueError, match=r"spans .*None"):
+    with pytest.raises(ValueError, match=r"spans: expected None"):
         functional.attention(q, q, q, causal=True, spans=SPANS)
     with pytest.raises(TypeError, match="floating point"):
         functional.rms_norm(torch.ones(3, D, dtype=torch.int64), None, 1e-6)
@@ -269,3 +269,77 @@ def test_a_pair_where_no_tangent_is_carried_is_named():
         functional.sandwich(x[0], x[0], None, Dual(w), 1e-6, 1e-6)
     with pytest.raises(TypeError, match="gated: expected g, u"):
         functional.gated(Dual(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tangent", [False, True])
+def test_a_learned_mask_has_its_gradient(causal, tangent):
+    q, k, v = (randn(2, *shape, seed=i) for i, shape in enumerate([HEADS, KEYS, KEYS]))
+    bias = randn(2, 1, 4, 5, 5, seed=9)
+    if not tangent:
+        bias[1] = 0
+    bias.requires_grad_()
+    given = Dual(bias) if tangent else bias[0]
+    got = functional.attention(Dual(q), Dual(k), Dual(v), given, causal).stack
+    want = dual_of(lambda *x: reference.attention(*x, causal), [q, k, v, bias])
+    assert relative_error(got, want) < OPS[torch.float64]
+    for bar in cotangents(want.shape):
+        found, expected = (
+            torch.autograd.grad(y, bias, bar, retain_graph=True)[0] for y in (got, want)
+        )
+        assert relative_error(found[0], expected[0]) < 10 * OPS[torch.float64]
+    if not tangent:  # in the eager block too
+        torch.testing.assert_close(functional.attention(q[0], k[0], v[0], given, causal), want[0])
+
+
+def test_attention_under_autocast_is_in_its_dtype():
+    q = torch.randn(2, 2, 4, 5, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = functional.attention(q[0], q[0], q[0])
+        pair = functional.attention(Dual(q), Dual(q), Dual(q))
+        half = functional.attention(Dual(q.bfloat16()), Dual(q.bfloat16()), Dual(q))
+    assert plain.dtype == pair.dtype == half.dtype == torch.bfloat16
+    torch.testing.assert_close(pair.stack[0], plain, rtol=1e-2, atol=1e-2)
+
+
+def test_a_sum_of_other_shapes_is_refused_in_pairs_and_in_tensors():
+    """In a pair a smaller shape would meet the axis of primal and tangent."""
+    x, y = randn(2, 3, 2, 4), randn(2, 4)
+    for given in ((x[0], y), (Dual(x), y), (Dual(x), Dual(y))):
+        with pytest.raises(ValueError, match=r"add: y: expected x's shape \[3, 2, 4\], got"):
+            functional.add(*given)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, D), (2, 0, D)])
+def test_heads_of_nothing(shape):
+    x, w = torch.zeros(2, *shape), torch.zeros(2 * D, D)
+    for heads in (functional.split_heads, lambda x, width: functional.linear_heads(x, w, None, D)):
+        assert heads(x[0], D).shape == heads(Dual(x), D).shape
+        assert heads(x[0], D).shape[-1] == D
+
+
+LINEAR = ("add", "linear", "split_heads", "merge_heads", "gated_mlp")
+SMOOTH = [name for name in CASES if not name.startswith(LINEAR)]
+
+
+@pytest.mark.parametrize("name", [name for name in SMOOTH if "attention" not in name])
+def test_a_second_derivative_is_refused_by_name(name):
+    """torch's `once_differentiable` would leave it out in silence where v wants no gradient."""
+    shapes, weights, rest, op, _ = CASES[name]
+    x = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    weights = [randn(*shape, seed=10 + i).requires_grad_() for i, shape in enumerate(weights)]
+    y = outputs(op(*x, *weights, *rest))[0]
+    with pytest.raises(RuntimeError, match="expected a first derivative, got create_graph=True"):
+        torch.autograd.grad(y, x[0], randn(*y.shape), create_graph=True)
+    pair = outputs(op(*(Dual(torch.stack((each, each))) for each in x), *weights, *rest))[0].stack
+    with pytest.raises(RuntimeError, match="expected a first derivative, got create_graph=True"):
+        torch.autograd.grad(pair, x[0], randn(*pair.shape), create_graph=True)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("attention")])
+def test_a_second_derivative_of_attention_of_pairs_is_refused(name):
+    shapes, _, rest, op, _ = CASES[name]
+    x = [randn(2, *shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
+    y = op(*map(Dual, x), *rest).stack
+    with pytest.raises(RuntimeError, match="attention: expected a first derivative"):
+        torch.autograd.grad(y, x[0], randn(*y.shape), create_graph=True)

@@ -119,7 +119,7 @@ def find_subject(source: str, request: Request) -> Subject:
     where = "checkpoint" if found.step is None else f"step {found.step}"
     trained = found.trained
     if found.step is None:
-        trained = found.family.turns_of(checkpoint_config(source))
+        trained = found.family.turns_of(checkpoint_config(found.checkpoint))
     return Subject(
         source=source,
         name=found.label,

@@ -42,16 +42,17 @@ def latest(folder: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def load_weights(path: Path, model: nn.Module) -> None:
+def load_weights(path: Path, model: nn.Module, trained_alone: bool = False) -> None:
     """Load the weights of the checkpoint at `path` into `model`; devices and dtypes stay its own.
 
-    One process reads for itself, and needs no process group.
+    One process reads for itself, and needs no process group. With `trained_alone` the checkpoint
+    holds the weights that want a gradient, and the others stay.
 
     Raises:
         ConfigError: the checkpoint does not fit the model, in a name or shape, or is damaged.
     """
     saved = read_metadata(path)
-    weights = weights_of(model)
+    weights = weights_of(model, trained_alone)
     names = [name for name in saved.state_dict_metadata if name.startswith(MODEL_PREFIX)]
     check_fit(path, weights, saved, names, exact=False)
     read_tensors(path, weights, None)
@@ -82,17 +83,20 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")  # of a module inside `torch.compile`
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of `model` as a checkpoint holds them: references; a tied parameter once.
+def weights_of(model: nn.Module, trained_alone: bool = False) -> dict[str, Tensor]:
+    """The tensors of `model` as a checkpoint holds them: references; a tied parameter once; with
+    `trained_alone` the parameters that want a gradient and nothing else.
 
     It brings an FSDP model into its shards, so it comes before `parameters_of`.
     """
     weights = get_model_state_dict(model)
-    every = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    tied = every - parameters_of(model).keys()
-    return named_tensors(
-        MODEL_PREFIX, {name: weights[name] for name in weights if name not in tied}
-    )
+    own = parameters_of(model)
+    if trained_alone:
+        kept = {name for name, parameter in own.items() if parameter.requires_grad}
+    else:
+        every = {_plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        kept = weights.keys() - (every - own.keys())
+    return named_tensors(MODEL_PREFIX, {name: weights[name] for name in weights if name in kept})
 
 
 def named_tensors(prefix: str, values: dict[str, Any]) -> dict[str, Tensor]:
@@ -147,6 +151,19 @@ def read_tensors(path: Path, targets: dict[str, Tensor], group: dist.ProcessGrou
     try:
         dcp.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as error:
+        raise damaged_checkpoint(path, error) from error
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The small part of a checkpoint: the `state` that was saved and the optimiser's `groups`, on
+    the CPU.
+
+    Raises:
+        ConfigError: the checkpoint is damaged.
+    """
+    try:
+        return torch.load(path / STATE, map_location="cpu", weights_only=True)
+    except Exception as error:  # as above
         raise damaged_checkpoint(path, error) from error
 
 

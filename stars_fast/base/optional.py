@@ -20,12 +20,13 @@ _EXTRAS = {
     "tokenizers": "ouro",
     "transformers": "ouro",
     "lm_eval": "eval",
+    "peft": "lora",
     "torchao": "rounding",
     "pytest": "bench",
 }
 """Extras of this package that bring a module."""
 
-_ALONE = ("peft", "tensorboard", "trackio", "trl", "vllm", "wandb")
+_ALONE = ("tensorboard", "trackio", "trl", "vllm", "wandb")
 """Modules that no extra brings."""
 
 

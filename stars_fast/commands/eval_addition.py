@@ -13,6 +13,7 @@ from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.run_data import data_of, open_data
+from stars_fast.models.adapter_folder import adapter_base
 from stars_fast.models.adaptive import Per
 from stars_fast.models.folders import check_exists, check_folder
 from stars_fast.models.saved import find_model, load_model
@@ -48,9 +49,12 @@ def run_addition(
     sources = {str(run): find_model(run, step) for run in runs}
     for run, source in sources.items():
         if not data_of(source)[0].exact_match:
+            how = "its validation loss is in results.json"
+            if source.family.causal_lm:
+                how = "it is evaluated with --tasks or --text"
             raise ConfigError(
                 f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on "
-                "sums: it is evaluated with --tasks or --text"
+                f"sums: {how}"
             )
     accuracy: dict[str, Curve] = {}
     adaptive: dict[str, Curves] = {}
@@ -125,11 +129,12 @@ def _no_run(path: str) -> str:
     """An error for a path that is no run folder."""
     try:
         check_exists(path)
-        check_folder(path)
+        if adapter_base(path) is None:
+            check_folder(path)
     except ValueError as error:
         return str(error)
     why = "it has no config.yaml" if Path(path).exists() else "there is no such folder"
-    return f"{path} is not a run folder: {why} (an Ouro model is evaluated with --tasks or --text)"
+    return f"{path} is not a run folder: {why} (a checkpoint is evaluated with --tasks or --text)"
 
 
 def _table(accuracy: dict[str, dict[int, float]]) -> str:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from stars_fast.dual.layout import overlaps, pack_pair
 from stars_fast.dual.tensor import Dual, freeze
+from stars_fast.ops.first_derivative import first_derivative
 
 # Ops whose inputs eager keeps for its backward too: they may not be overwritten there either, so no
 # copy is needed.
@@ -202,7 +202,7 @@ class _OneOp(torch.autograd.Function):
         return tuple(memory for memory, _ in packed)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("forward derivative")
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call = ctx.call
         tensors = tuple(x.detach() for x in ctx.saved_tensors)

@@ -25,7 +25,7 @@ class VllmModel:
 
     Raises:
         ConfigError: vLLM is not installed, a device is asked for, which vLLM chooses itself, or the
-            model is a run, whose checkpoints vLLM can't read.
+            model is a run, whose checkpoints vLLM can't read, or an adapter's folder.
     """
 
     def __init__(self, source: ModelSource, options: SweepOptions) -> None:
@@ -33,6 +33,11 @@ class VllmModel:
             raise ConfigError(
                 f"--backend vllm reads checkpoints, and {source.path} is a run: write one with "
                 "stars-fast export"
+            )
+        if source.base is not None:
+            raise ConfigError(
+                f"--backend vllm reads whole models, and {source.path} is an adapter: write one "
+                "with stars-fast export"
             )
         if options.device is not None:
             raise ConfigError(

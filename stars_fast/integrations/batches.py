@@ -24,9 +24,12 @@ class Collated(Tokens):
 
     places: where the rest is, [n] int64: rows of the batch or, of packed documents, tokens of all
         rows one after the other; None for everywhere.
+    completion: [B, S] boolean, the tokens that the penalty is of where it is not of all real ones;
+        those of a row stand together.
     """
 
     places: Tensor | None = None
+    completion: Tensor | None = None
 
     def cut(self, x: Tensor) -> Tensor:
         """The samples in x [B, S, ...]: its rows, or [1, tokens, ...] of packed documents."""
@@ -75,6 +78,27 @@ def samples_of(batch: Mapping[str, Any], pad_id: int | None = None) -> Collated:
     else:
         return Collated(*tokens.shape)
     return _packed(bounds, tokens, batch.get("labels"), real, pad_id)
+
+
+def completions_of(batch: Mapping[str, Any]) -> Collated:
+    """Rows of prompt and completion, [B, P + C], as TRL's trainers that generate have them; on the
+    host.
+
+    Args:
+        batch: `prompt_mask` [B, P] with pads on the left, `completion_mask` [B, C] with pads on the
+            right.
+
+    Raises:
+        ValueError: one of them is missing.
+    """
+    for name in ("prompt_mask", "completion_mask"):
+        if not isinstance(batch.get(name), Tensor):
+            raise ValueError(f"{name}: expected it in the batch, got {sorted(batch)}")
+    prompt, completion = batch["prompt_mask"].cpu() != 0, batch["completion_mask"].cpu() != 0
+    real = torch.cat([prompt, completion], 1)
+    rows, length = real.shape
+    scored = F.pad(completion, (prompt.shape[1], 0))
+    return Collated(rows, length, None if real.all() else real, completion=scored)
 
 
 def _real(mask: Any, tokens: Tensor) -> Tensor:

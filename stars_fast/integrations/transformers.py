@@ -15,6 +15,7 @@ import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +27,7 @@ from stars_fast.base.checks import check_kind
 from stars_fast.base.seeds import derive
 from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
-from stars_fast.integrations.batches import PACKED, Collated, samples_of
+from stars_fast.integrations.batches import PACKED, Collated, completions_of, samples_of
 from stars_fast.models.block_kinds import DecoderStack, OuroTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
@@ -71,6 +72,10 @@ class JacobianPenalty(_Trainer):
     `padding_free` fills up to `pad_to_multiple_of`. Depth and v follow from
     `args.seed`, the step and the sample's place in it: all processes run as many turns, and a
     resumed run repeats them.
+
+    In a trainer that generates (TRL's GRPOTrainer, RLOOTrainer) a sample is a prompt with its
+    completion, and R is of the tokens of the completion: v is zero on the prompt, which does not
+    count. Depth is the model's own, at which it generates too.
 
     Evaluation is left alone: the plain loss, at the model's own number of turns. `log` reports
     `penalty`, `token_loss` and `depth`, means since the last line, beside the `loss` of both terms.
@@ -120,6 +125,11 @@ class JacobianPenalty(_Trainer):
         super().__init__(*args, **kwargs)
         _check_launch(self)
         self.penalty = penalty
+        if turns is not None and _generates(self):
+            raise ValueError(
+                f"turns: expected None with {type(self).__name__}, which generates at the model's "
+                f"own number of turns, got {turns!r}"
+            )
         self.depth = _depth_law(self.model, turns)
         self._micros: deque[_Micro] = deque()
         self._meter = _Meter(self.args.device)
@@ -137,8 +147,12 @@ class JacobianPenalty(_Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """As the Trainer's; the batches of an optimiser step are known here, and planned."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        pad = _pad_id(self)
-        self._micros = deque(self._plan([samples_of(batch, pad) for batch in batches]))
+        if _generates(self):  # what it will train on is not there yet, but how many rows
+            samples = [Collated(self.args.per_device_train_batch_size, 1)] * len(batches)
+        else:
+            pad = _pad_id(self)
+            samples = [samples_of(batch, pad) for batch in batches]
+        self._micros = deque(self._plan(samples))
         self._meter.windows += 1
         return batches, items
 
@@ -181,7 +195,9 @@ class JacobianPenalty(_Trainer):
         if not self._micros:
             raise RuntimeError("compute_loss: in training, expected a batch of the training loop")
         micro = self._micros.popleft()
-        if micro.turns is not None:
+        if _generates(self):
+            micro = micro._replace(samples=completions_of(inputs))
+        elif micro.turns is not None:
             inputs |= {"turns": micro.turns, "tol": 0.0}
         weight = self.penalty.weight_at(micro.step)
         with _last_output(block) as states:
@@ -211,6 +227,7 @@ class JacobianPenalty(_Trainer):
         h = samples.cut(h)
         numbers = micro.numbers
         tokens: Tokens = samples
+        scored = samples.completion
         number = drawn_number(self.penalty.fraction, samples.count)
         if number < samples.count:
             chosen = draw_samples(samples.count, number, seed, micro.step, micro.place)
@@ -219,7 +236,9 @@ class JacobianPenalty(_Trainer):
                 position_ids = part.cut(position_ids)
             h, numbers = part.cut(h), [numbers[i] for i in chosen]
             tokens = part.tokens
-        v = sample_noise(h, tokens, seed, micro.step, numbers)
+            scored = None if scored is None else scored[chosen]
+        counted = tokens if scored is None else replace(tokens, real=scored)
+        v = sample_noise(h, counted, seed, micro.step, numbers)
         mask = tokens.real
         block = looped_block(
             self.model,
@@ -228,7 +247,7 @@ class JacobianPenalty(_Trainer):
             cu_seqlens=tokens.cu_seqlens,
         )
         with self.accelerator.autocast():
-            return jacobian_estimate(block, h, v, tokens, self.penalty)
+            return jacobian_estimate(block, h, v, counted, self.penalty)
 
     def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the Trainer divides the loss by the number of micro-batches afterwards."""
@@ -337,6 +356,11 @@ def _check_launch(trainer: Any) -> None:
     ):
         if found:
             raise ValueError(f"args: expected DistributedDataParallel or one process, got {name}")
+
+
+def _generates(trainer: Any) -> bool:
+    """Whether the trainer makes what it trains on, as TRL's for reinforcement learning do."""
+    return hasattr(trainer, "_generate_and_score_completions")
 
 
 def _pad_id(trainer: Any) -> int | None:

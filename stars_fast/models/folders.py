@@ -15,10 +15,6 @@ EXPECTED = (
 _HUB_ID = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _MODELS = ("config.yaml", "config.json", "adapter_config.json")
-_MERGE = (
-    "merge it into its base model first, PeftModel.from_pretrained(base, adapter)"
-    ".merge_and_unload().save_pretrained(DIR) and tokenizer.save_pretrained(DIR), and give DIR"
-)
 
 
 def check_exists(path: str | Path) -> None:
@@ -70,9 +66,12 @@ def not_loaded(path: str | Path, error: Exception) -> str:
 
 def _reason(folder: Path, types: Sequence[str]) -> str | None:
     if (folder / "adapter_config.json").exists():
-        base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         of = f" of {base}" if base else ""
-        return f"holds a PEFT adapter{of} (adapter_config.json), not a whole model: {_MERGE}"
+        return (
+            f"holds a PEFT adapter{of} (adapter_config.json), not a whole model: merge it into its "
+            f"base model first, stars-fast export {folder} DIR, and give DIR"
+        )
     if (folder / ".metadata").exists():
         step = folder.name.removeprefix("step-").lstrip("0")
         return (
@@ -83,8 +82,8 @@ def _reason(folder: Path, types: Sequence[str]) -> str | None:
         return f"is a run folder, not a checkpoint: write one with stars-fast export {folder} DIR"
     if (folder / "checkpoints").is_dir() or (folder / "config.yaml").exists():
         return (
-            "is no run of an Ouro model (model/config.json is missing); the models of the addition "
-            "study have no public layout"
+            "is no run of an Ouro model (model/config.json is missing); of another run, stars-fast "
+            f"export {folder} DIR writes a checkpoint"
         )
     files = sorted(each.name for each in folder.iterdir())
     if (folder / "config.json").exists():
@@ -110,14 +109,14 @@ def _content(folder: Path, files: list[str]) -> str:
 
 def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
     """The fault of a folder that has a config.json; None where it has none."""
-    kind = _read(folder / "config.json").get("model_type")
+    kind = read_json(folder / "config.json").get("model_type")
     if kind not in types:
         what = "Ouro model" if types == ("ouro",) else "looped model"
         named = " or ".join(types)
         return f"is no {what}: expected model_type {named} in its config.json, got {kind!r}"
     for index in (f"{name}.index.json" for name in _WEIGHTS):
         if index in files:
-            shards = set(_read(folder / index).get("weight_map", {}).values())
+            shards = set(read_json(folder / index).get("weight_map", {}).values())
             missing = sorted(shards - set(files))
             if missing:
                 return f"lacks {len(missing)} of the {len(shards)} shards that {index} names: " + (
@@ -133,7 +132,7 @@ def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
     )
 
 
-def _read(file: Path) -> dict:
+def read_json(file: Path) -> dict:
     """A mapping from a JSON file.
 
     Raises:

@@ -10,24 +10,27 @@ from typing import Any
 import torch
 
 from stars_fast.base import tree
-from stars_fast.base.checkpoints import load_weights
+from stars_fast.base.checkpoints import load_weights, read_state
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.models.adapter_folder import adapter_base, load_adapter
 from stars_fast.models.depth import DepthLaw
-from stars_fast.models.families import Family, family_of
+from stars_fast.models.families import Family, family_of, section_of
 from stars_fast.models.folders import not_loaded
+from stars_fast.models.lora import LoraConfig, adapt, base_dtype, fingerprint
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The checkpoint of a run, or a checkpoint folder or hub id.
+    """The checkpoint of a run, a checkpoint folder or hub id, or the folder of a PEFT adapter.
 
     path: as it was given. family: of the model. step: of the run's checkpoint; None for what is no
         run. label: in tables.
     identity: plain values, equal for equal weights; of files their names, sizes and times of
         change.
     trained: turns of the training, a number or (fewest, most); none if not known.
+    base: folder or hub id of the model that an adapter's folder is for; none for what is no such.
     """
 
     path: str
@@ -36,6 +39,12 @@ class ModelSource:
     label: str
     identity: dict[str, Any]
     trained: int | tuple[int, int] | None = None
+    base: str | None = None
+
+    @property
+    def checkpoint(self) -> str:
+        """Where `config.json` is, of what is no run."""
+        return self.base or self.path
 
     @property
     def run(self) -> RunFolder:
@@ -44,8 +53,23 @@ class ModelSource:
 
     @property
     def beside(self) -> str:
-        """Where the files beside its weights are, such as its tokenizer."""
-        return self.path if self.step is None else str(self.run.model)
+        """Where the files beside its weights are."""
+        return self.checkpoint if self.step is None else str(self.run.model)
+
+    @property
+    def lora(self) -> LoraConfig:
+        """The adapters of a run.
+
+        Raises:
+            ConfigError: its configuration can't be read.
+        """
+        settings = self.run.settings() if self.run.config.exists() else {}
+        return tree.build(LoraConfig, settings.get("lora", {}), "lora")
+
+    @property
+    def adapted(self) -> bool:
+        """Whether its weights are those of a base model and of adapters."""
+        return self.base is not None or (self.step is not None and self.lora.wanted)
 
     def need_causal_lm(self, option: str) -> ModelSource:
         """Itself, if `option` can be had of its family.
@@ -55,8 +79,8 @@ class ModelSource:
         """
         if not self.family.causal_lm:
             raise ConfigError(
-                f"{option} is for causal language models of transformers; {self.path} is a model "
-                f"of {self.family.title}"
+                f"{option}: expected causal language models of transformers, got {self.path}, a "
+                f"model of {self.family.title}"
             )
         need("transformers", f"{self.family.title} models")
         return self
@@ -80,32 +104,55 @@ def find_model(path: str | Path, step: int | None = None) -> ModelSource:
     if step is not None:
         raise ConfigError(f"--step: expected none for a checkpoint, which {path} is, got {step}")
     place = Path(path).expanduser()
-    if place.is_dir():
-        identity = {"folder": str(place.resolve()), "files": _stamps(place)}
-    else:
-        identity = {"hub": path, "revision": _revision(path)}
-    return ModelSource(path, family, None, place.resolve().name, identity)
+    base = adapter_base(path)
+    identity = _identity(path)
+    if base is not None:
+        identity["base"] = _identity(base)
+    return ModelSource(path, family, None, place.resolve().name, identity, base=base)
 
 
 def load_model(source: ModelSource, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
-    """The model in evaluation mode, in `dtype` (its own by default).
+    """The model in evaluation mode, in `dtype` (its own by default); adapters are not merged.
 
     Raises:
-        ConfigError: it can't be loaded.
+        ConfigError: it can't be loaded, or adapters belong to another base.
     """
     model: Any
-    if source.step is not None:
+    if source.step is not None and source.adapted:
+        model = _adapted_run(source)
+    elif source.step is not None:
         model = source.family.outline(source.run)
         load_weights(source.run.checkpoint(source.step), model)
-        dtype = dtype or next(model.parameters()).dtype
     else:
         try:
-            model = source.family.load(source.path, dtype)
+            model = source.family.load(source.checkpoint, dtype)
         except OSError as error:
-            raise ConfigError(not_loaded(source.path, error)) from error
+            raise ConfigError(not_loaded(source.checkpoint, error)) from error
         except ValueError as error:
-            raise ConfigError(f"{source.path}: {error}") from error
-    return model.to(device=device, dtype=dtype).eval()
+            raise ConfigError(f"{source.checkpoint}: {error}") from error
+        if source.base is not None:
+            try:
+                load_adapter(source.path, model)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+    return model.to(device=device, dtype=dtype or next(model.parameters()).dtype).eval()
+
+
+def _adapted_run(source: ModelSource) -> Any:
+    """The base that a run started from, with the adapters of its checkpoint."""
+    run, checkpoint = source.run, source.run.checkpoint(source.step)
+    settings = run.settings()
+    dtype = base_dtype(settings.get("precision", source.family.precision))
+    seed = settings.get("seed", 0)
+    model, _ = source.family.start(section_of(run), dtype, seed)
+    adapt(source.family.loop(model), source.lora, torch.float32, seed)
+    if fingerprint(model) != read_state(checkpoint)["state"]["base"]:
+        raise ConfigError(
+            f"{source.path}: the weights that its adapters were trained on are not those of its "
+            "model.path any more"
+        )
+    load_weights(checkpoint, model, trained_alone=True)
+    return model
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -115,9 +162,15 @@ def load_tokenizer(source: ModelSource) -> Any:
         ConfigError: it has none.
     """
     try:
-        return source.family.tokenizer(source.beside)
+        return source.family.tokenizer(tokenizer_place(source))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source.path}: can't load its tokenizer: {error}") from error
+
+
+def tokenizer_place(source: ModelSource) -> str:
+    """Where its tokenizer is: beside an adapter if there is one, else beside the weights."""
+    own = source.base is not None and (Path(source.path) / "tokenizer_config.json").exists()
+    return source.path if own else source.beside
 
 
 def trained_turns(settings: dict[str, Any]) -> int | tuple[int, int] | None:
@@ -125,6 +178,13 @@ def trained_turns(settings: dict[str, Any]) -> int | tuple[int, int] | None:
     if "depth" not in settings:
         return None
     return tree.build(DepthLaw, settings["depth"], "depth").span
+
+
+def _identity(path: str) -> dict[str, Any]:
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return {"folder": str(place.resolve()), "files": _stamps(place)}
+    return {"hub": path, "revision": _revision(path)}
 
 
 def _revision(hub_id: str) -> str | None:

@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
 from stars_fast.ops.attention_blocked import BlockedAttention
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import compiled, shapes
 from stars_fast.ops.spans import Spans
 
@@ -71,7 +71,7 @@ class _Fused(torch.autograd.Function):
         return out.detach()  # no view: it may be written to
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mu, spans, key_spans = ctx.saved_tensors
         backward = compiled("attention_backward", q)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import no_autocast, widen
 from stars_fast.ops.softmax import backward_in_place
@@ -196,7 +196,7 @@ class BlockedAttention(torch.autograd.Function):
         return _joined(out, q.shape, q.dtype).detach()  # no view: it may be written to
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("attention")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qs, ks, vs, spans, mask = ctx.saved_tensors
         q_shape, k_shape, v_shape, dtype, causal, scale = ctx.options

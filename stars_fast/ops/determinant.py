@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 
 
 def _without(s: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ class _Determinant(torch.autograd.Function):
         return torch.stack((torch.linalg.det(x[0]), rise))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("determinant")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         u, vh, sign, p, pairs, turned = ctx.saved_tensors
         first = u @ (p.unsqueeze(-1) * vh)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.pointwise import Triple
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -157,7 +157,7 @@ class _Elementwise(torch.autograd.Function):
         return torch.stack((f, f1 * wide[1])).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("elementwise")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         wide, g = widen(x), widen(grad)

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.pointwise import DERIVATIVES
 from stars_fast.ops.precision import widen
@@ -57,7 +57,7 @@ class _Gated(torch.autograd.Function):
         return implementation("gated", g, name)(g, u, name, dual)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("gated")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         g, u = ctx.saved_tensors
         backward = implementation("gated_backward", g, ctx.options[0])

@@ -26,6 +26,7 @@ from torch.torch_version import TorchVersion
 
 from stars_fast.base.checks import check_integer
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.precision import widen
 
 _CHUNK_BYTES = 512 * 2**20  # of a chunk's logits and their log-softmax, in the statistics' dtype
@@ -182,13 +183,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (nll if weights is None else nll * weights.to(wide)).sum(), nll
 
     @staticmethod
+    @first_derivative("linear_cross_entropy")
     def backward(ctx: Any, loss_bar: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # once_differentiable would say nothing: the gradient of a loss that comes in is a constant.
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "linear_cross_entropy: expected a first derivative, got create_graph=True: the "
-                "gradient is worked out in the forward pass and can't be differentiated again"
-            )
         rows_bar, weight_bar, weights_bar = (
             None if x is None else _scaled(x, loss_bar, dtype)
             for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

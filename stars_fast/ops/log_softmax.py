@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.precision import in_dtype, widen
 
 
@@ -35,7 +35,7 @@ class _LogSoftmax(torch.autograd.Function):
         return y.to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("log_softmax")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (saved,) = ctx.saved_tensors
         y = saved if ctx.from_result else _of(widen(saved))

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_parameter, check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -105,7 +105,7 @@ class _Norm(torch.autograd.Function):
         return implementation("norm", x)(x, weight, bias, eps, centre, dual)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("norm")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         _, needs_weight, needs_bias = ctx.needs_input_grad[:3]

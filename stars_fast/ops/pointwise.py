@@ -22,9 +22,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -196,7 +196,7 @@ class _Pointwise(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("pointwise")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (saved,) = ctx.saved_tensors
         name, dual = ctx.options

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import widen
 
@@ -38,7 +38,7 @@ class _Rotary(torch.autograd.Function):
         return implementation("rotary", x)(x, cos, sin, False).detach()  # no view
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("rotary")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         return implementation("rotary", grad)(grad, cos, sin, True), None, None

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_parameter, check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.norm import plain_norm, plain_norm_backward
 from stars_fast.ops.precision import widen
@@ -82,7 +82,7 @@ class _Sandwich(torch.autograd.Function):
         return h, x
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("sandwich")
     def backward(ctx: Any, h_bar: Tensor, x_bar: Tensor) -> tuple[Tensor | None, ...]:
         branch, h, weight_out, weight_in = ctx.saved_tensors
         backward = implementation("sandwich_backward", branch)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.precision import widen
 
 
@@ -68,7 +68,7 @@ class _LogCumSumExp(torch.autograd.Function):
         return torch.stack((y, linear_recurrence(a, b * wide[1]))).to(x.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("logcumsumexp")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         wide, bar = widen(x), widen(grad)

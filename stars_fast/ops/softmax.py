@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from stars_fast.ops.arguments import check_stack
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
 
@@ -58,7 +58,7 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("softmax")
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         return implementation("softmax_backward", y)(grad, y, ctx.dual), None

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import widen
 
@@ -32,7 +32,7 @@ class _RowSquares(torch.autograd.Function):
         return implementation("row_squares", x)(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative("row_squares")
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return implementation("row_squares_backward", x)(grad, x)

@@ -20,6 +20,7 @@ from stars_fast.base.optional import need
 from stars_fast.data.kinds import kind_named
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import family_named
+from stars_fast.models.lora import LoraConfig
 from stars_fast.training.recipes import read_recipe
 from stars_fast.training.run.eval_config import (
     EvalConfig,
@@ -35,6 +36,7 @@ from stars_fast.training.step.penalty import PenaltyConfig
 
 ALIASES = {
     "kind": "parallel.kind",
+    "dropout": "model.dropout",
     "reg_weight": "penalty.weight",
     "random_loop_mu": "depth.mu",
     "random_loop_sigma": "depth.sigma",
@@ -54,6 +56,8 @@ class LoopConfig:
     accumulation: micro-batches per optimiser step on each rank, each with a depth of its own; at
         a fixed depth it does not change the loss.
     backprop_turns: gradient through the last so many turns only; none for all.
+    freeze: parts of the model that stay as they are: names of modules or parameters, or stretches
+        of the paths to them, such as embed_tokens,lm_head or layers.0.
     log_every: steps between lines of metrics.
     save_every: steps between checkpoints; 0 for the last step alone.
     keep: newest checkpoints kept; 0 for all.
@@ -73,6 +77,7 @@ class LoopConfig:
     micro_batch_size: int | None = None
     accumulation: int = 1
     backprop_turns: int | None = None
+    freeze: tuple[str, ...] = ()
     log_every: int = 10
     save_every: int = 500
     keep: int = 2
@@ -168,6 +173,7 @@ class RunConfig:
     precision: Literal["mixed", "float32", "bfloat16"] = "mixed"
     depth: DepthLaw = field(default_factory=DepthLaw)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -199,6 +205,11 @@ class RunConfig:
         if self.train.compile and self.parallel.sharded:
             raise ConfigError(
                 f"train.compile: expected false with parallel.kind {self.parallel.kind}"
+            )
+        if self.lora.wanted and self.train.freeze:
+            raise ConfigError(
+                "train.freeze: expected none with lora.rank, which freezes all but the adapters, "
+                f"got {','.join(self.train.freeze)}"
             )
         penalty = self.penalty
         kept = self.train.backprop_turns
@@ -375,9 +386,9 @@ def _values(words: Sequence[str]) -> list[tuple[str, str]]:
 
 def resolve(name: str, known: Sequence[str]) -> str:
     """The dotted path among `known` that `name` stands for; ConfigError if none or several do."""
-    name = ALIASES.get(name, name)
-    if name in known:
-        return name
+    for each in (ALIASES.get(name, name), name):
+        if each in known:
+            return each
     matches = [path for path in known if path.rpartition(".")[2] == name]
     if len(matches) == 1:
         return matches[0]

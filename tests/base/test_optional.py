@@ -77,6 +77,15 @@ NEEDED = {
             "--report_to none"
         ],
     ),
+    "peft": (
+        "lora",
+        [
+            "train ouro-tiny-lora --steps 1 --report_to none",
+            "eval adapter --text a.txt --out out",
+            "analyze adapter --text a.txt",
+            "export adapter merged",
+        ],
+    ),
     "jinja2": ("train", ["train ouro-tiny --steps 1 --report_to none"]),
 }
 """By module: its extra, commands (with a space) and modules that need it."""
@@ -91,6 +100,9 @@ def here(tmp_path_factory):
     write_tiny_ouro(folder / "model")
     (folder / "a.txt").write_text("one and two\n\nthree and four\n")
     (folder / "a.jsonl").write_text('{"text": "one and two"}\n')
+    (folder / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "model"}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("method: sft\n")
     return folder

@@ -98,10 +98,22 @@ def test_a_checkpoint_of_a_run_is_not_the_run(tmp_path):
         check_folder(inner)
 
 
-@pytest.mark.parametrize("command", ["export", "eval", "text", "tasks", "analyze", "train"])
+COMMANDS = ["export", "eval", "text", "tasks", "analyze", "train"]
+UNDERSTOOD = ("export", "text", "tasks", "analyze")
+"""Commands that know an adapter from a model; its base is not there."""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", ["adapter", "empty"])
 def test_every_command_says_it(tmp_path, capsys, command, kind):
     files, message = FOLDERS[kind]
+    if kind == "adapter":
+        files = {**files, "adapter_config__json": {**ADAPTER, "base_model_name_or_path": "runs/a"}}
+        message = message.replace("ByteDance/Ouro-1.4B", "runs/a")
+        if command in UNDERSTOOD:
+            message = "adapter: the base model of the adapter: runs/a does not exist: expected"
+        elif command == "eval":
+            message = "adapter is not a run folder: it has no config.yaml (an Ouro model is"
     folder = str(write(tmp_path / kind, **files))
     (tmp_path / "a.txt").write_text("one")
     words = {

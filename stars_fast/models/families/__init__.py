@@ -24,6 +24,7 @@ from stars_fast.base import tree
 from stars_fast.base.choices import names_of
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.models.adapter_folder import adapter_base
 from stars_fast.models.folders import check_exists, check_folder, not_loaded
 from stars_fast.models.loop import Loop
 
@@ -82,6 +83,11 @@ class Family(ABC):
             ConfigError: the section gives less than the data need.
         """
         return section
+
+    def base(self, section: Any) -> str | None:
+        """The checkpoint, a folder or hub id, whose weights a training starts from; None for
+        weights that the package makes."""
+        return None
 
     @abstractmethod
     def start(self, section: Any, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
@@ -182,7 +188,7 @@ def family_named(name: str) -> Family:
 
 
 def family_of(path: str | Path) -> Family:
-    """The family of a run folder, a checkpoint folder or a hub id.
+    """The family of a run folder, a checkpoint folder, a PEFT adapter's folder or a hub id.
 
     Raises:
         ConfigError: there is no model, or it is of no family.
@@ -190,6 +196,15 @@ def family_of(path: str | Path) -> Family:
     run = RunFolder(path)
     if run.config.exists():
         return family_named(names_of(run.settings())[0])
+    try:
+        base = adapter_base(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if base is not None:
+        try:
+            return family_of(base)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: the base model of the adapter: {error}") from error
     types = tuple(each.model_type for each in families().values())
     if not (run.model / "config.json").exists():
         try:

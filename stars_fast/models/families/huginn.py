@@ -130,6 +130,9 @@ class HuginnFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("mean_recurrence", 32))
 
+    def base(self, section: HuginnSection) -> str | None:
+        return None if section.path == TINY_MODEL else section.path
+
     def start(self, section: HuginnSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
         need("transformers", "Huginn models")
         if section.path != TINY_MODEL:

@@ -116,6 +116,9 @@ class OuroFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
 
+    def base(self, section: OuroSection) -> str | None:
+        return None if section.path == TINY_MODEL else section.path
+
     def start(self, section: OuroSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
         need("transformers", "Ouro models")
         if section.path != TINY_MODEL:

@@ -21,12 +21,12 @@ from stars_fast.base.checkpoints import (
     STATE,
     check_fit,
     checkpoints,
-    damaged_checkpoint,
     failure_reason,
     hush_one_process,
     named_tensors,
     parameters_of,
     read_metadata,
+    read_state,
     read_tensors,
     weights_of,
 )
@@ -49,13 +49,17 @@ class Checkpoints:
     Every process of `world` makes one and calls its methods, all in the same order. A checkpoint is
     a directory step-NNNNNN of distributed-checkpoint files, in which each process writes its share,
     and a file of small state. It is written and flushed under another name and then renamed, so
-    that a directory of that name is complete whenever a process dies.
+    that a directory of that name is complete whenever a process dies. With `trained_alone` it holds
+    of the weights those that want a gradient: the others never change, and are elsewhere.
     """
 
-    def __init__(self, folder: Path, world: World, keep: int = 0) -> None:
+    def __init__(
+        self, folder: Path, world: World, keep: int = 0, trained_alone: bool = False
+    ) -> None:
         self.folder = folder
         self._world = world
         self._keep = keep
+        self._trained_alone = trained_alone
         # The thread's collectives go through a group of their own: in the group of the training
         # they would mix with those of the main thread.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
@@ -84,7 +88,7 @@ class Checkpoints:
             TypeError: the model or the optimiser holds state that is not a tensor.
         """
         self.wait()
-        tensors = weights_of(model)
+        tensors = weights_of(model, self._trained_alone)
         for name, parameter in parameters_of(model).items():
             tensors |= _slots(name, optimizer.state.get(parameter, {}))
         staged = {
@@ -134,7 +138,7 @@ class Checkpoints:
         """
         self.wait()
         saved = read_metadata(path)
-        targets = weights_of(model)
+        targets = weights_of(model, self._trained_alone)
         # Most optimisers make their state in the first step. This call has one without state take
         # a step with zero gradients at learning rate zero; all that it may move is loaded below.
         get_optimizer_state_dict(model, optimizer)
@@ -145,7 +149,7 @@ class Checkpoints:
             else:
                 targets |= slots
         check_fit(path, targets, saved, saved.state_dict_metadata, exact=True)
-        rest = _rest(path)
+        rest = read_state(path)
         read_tensors(path, targets, self._group)
         _restore_groups(path, model, optimizer, rest["groups"])
         return rest["state"]
@@ -227,10 +231,3 @@ def _restore_groups(
                 group[key].copy_(values[key])
             else:
                 group[key] = values[key]
-
-
-def _rest(path: Path) -> dict[str, Any]:
-    try:
-        return torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # as above
-        raise damaged_checkpoint(path, error) from error

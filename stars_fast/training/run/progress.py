@@ -18,7 +18,10 @@ def banner(config: RunConfig, title: str, model: nn.Module, batch: str, outside:
     `title` names the model, `batch` says what a step is made of.
     """
     size = sum(p.numel() for p in model.parameters())
-    shown = f"{size / 1e9:.2f} B" if size >= 1e9 else f"{size / 1e6:.2f} M"
+    shown = f"{_size(size)} parameters"
+    if config.lora.wanted:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        shown += f" ({_size(trained)} of them adapters, which are trained)"
     depth = config.depth
     law = (
         f"{depth.value} turns"
@@ -30,7 +33,7 @@ def banner(config: RunConfig, title: str, model: nn.Module, batch: str, outside:
         start = config.penalty.start_step
         penalty = f", lambda {config.penalty.weight:g}" + (f" from step {start}" if start else "")
     return (
-        f"{config.name}: {config.method}, {title} with {shown} parameters, {batch} "
+        f"{config.name}: {config.method}, {title} with {shown}, {batch} "
         f"a step, {config.train.total_steps:,} steps, {law}{penalty}, {config.precision}, expected "
         f"cost {relative_cost(config, outside):.2f} x SFT at {config.train.reference_turns} turns"
     )
@@ -112,6 +115,10 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
 def _number(value: float | None) -> str:

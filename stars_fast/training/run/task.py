@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.kinds import OpenData, kind_named
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families import family_named
+from stars_fast.models.freeze import freeze
+from stars_fast.models.loop import Loop
+from stars_fast.models.lora import adapt, base_dtype, fingerprint
 from stars_fast.training.run.eval_config import SumsEvalConfig, TextEvalConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.precision import autocast, parameter_dtype
@@ -32,6 +37,7 @@ class Task:
 
     Attributes:
         family: of the model.
+        base: the `lora.fingerprint` of the weights that stay as they are; None without adapters.
         loop: the model.
         tokenizer: of transformers; None for a model without one.
         data: opened; `data.source` is the training data.
@@ -44,15 +50,27 @@ class Task:
         self.world = world
         self.judge = judge_of(config, world)
         self.family = family_named(config.model.family)
-        dtype = parameter_dtype(config.precision)
-        model, self.tokenizer = world.together(
-            lambda: self.family.start(config.model, dtype, config.seed)
-        )
+        self.loop, self.tokenizer = world.together(self._start)
         # What is kept on disk is made by the first process of each machine
         made = world.together(lambda: self._open() if world.local_first else None)
         self.data: OpenData = world.together(lambda: made or self._open())
-        self.loop = self.family.loop(model.to(world.device).train())
+        self.loop.to(world.device).train()
+        self.base = fingerprint(self.loop.model) if config.lora.wanted else None
         self.guessing = math.log(self.loop.vocabulary)
+
+    def _start(self) -> tuple[Loop, Any]:
+        """The model and its tokenizer, on the CPU."""
+        config, dtype = self.config, parameter_dtype(self.config.precision)
+        if not config.lora.wanted:
+            model, tokenizer = self.family.start(config.model, dtype, config.seed)
+            freeze(model, config.train.freeze)
+            return self.family.loop(model), tokenizer
+        need("peft", "LoRA adapters")  # before a model is loaded in vain
+        frozen = base_dtype(config.precision)
+        model, tokenizer = self.family.start(config.model, frozen, config.seed)
+        loop = self.family.loop(model)
+        adapt(loop, config.lora, dtype, config.seed)
+        return loop, tokenizer
 
     def _open(self) -> OpenData:
         kind, data = kind_named(self.config.data.kind), self.config.data
@@ -116,7 +134,11 @@ class SumsJudge(Judge):
         if not self.world.first:
             return {}
         turns = list(asked.turns)
-        return {"accuracy": evaluate(task.loop, task.data.held_out, turns, asked.limit)}
+        # Adapters may be in another dtype than the weights they adapt
+        adapted = self.config.lora.wanted
+        casts = autocast(self.config.precision, self.world.device, False)
+        with casts if adapted else nullcontext():
+            return {"accuracy": evaluate(task.loop, task.data.held_out, turns, asked.limit)}
 
     def tell(self, results: Results) -> list[str]:
         shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in results["accuracy"].items())

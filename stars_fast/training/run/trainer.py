@@ -153,7 +153,9 @@ class Trainer:
             for layer in task.loop.layers:
                 layer.compile()
         self.optimizer = make_optimizer(config.optim, self.model)
-        self.checkpoints = Checkpoints(folder.checkpoints, world, config.train.keep)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, world, config.train.keep, config.lora.wanted
+        )
         self.meter = Meter(world.device, peak_flops(world.device, config.precision))
         self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
@@ -244,7 +246,8 @@ class Trainer:
             * step_cost(self.costs, turns, plan.step, self.outside)
             for turns, batch in zip(plan.turns, window, strict=True)
         ]
-        return 3 * sum(turns)
+        # Weights that stay as they are have no gradient, which is a third of it
+        return (2 if self.config.lora.wanted else 3) * sum(turns)
 
     def _record(self, plan: StepPlan) -> None:
         """Write and show a line of metrics; stop a run that cannot recover."""
@@ -288,6 +291,7 @@ class Trainer:
             "collapse": self.collapse.state(),
             "processes": self.world.size,
             "data": self.fingerprint,
+            "base": self.task.base,
         }
         self.checkpoints.save(self.step, self.model, self.optimizer, state)
         self.progress.pause()
@@ -303,6 +307,11 @@ class Trainer:
             raise ConfigError(
                 f"the training data are not those that {checkpoint} was trained on; give the run "
                 "its data back, or start another one from an exported model"
+            )
+        if state.get("base") != self.task.base:
+            raise ConfigError(
+                f"the weights that the adapters of {checkpoint} were trained on are not those of "
+                "model.path any more; give the run its model back"
             )
         self.meter.load(state["meter"])
         self.collapse.load(state["collapse"])

@@ -1,0 +1,87 @@
+"""Folders that hold a PEFT adapter and not the model that it adapts, as PEFT writes them:
+adapter_config.json, which names the base model, and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from stars_fast.base.optional import need
+from stars_fast.models.folders import read_json
+from stars_fast.models.lora import ADAPTER, adapted_layers
+
+CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+"""PEFT's name of the adapted model within its own."""
+
+
+def adapter_base(path: str | Path) -> str | None:
+    """The base model, a folder or hub id, of the adapter in a local folder; None for a folder
+    without one, and for what is no folder.
+
+    Raises:
+        ValueError: the adapter names no base model, or its configuration can't be read.
+    """
+    file = Path(path).expanduser() / CONFIG
+    if not file.exists():
+        return None
+    base = read_json(file).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise ValueError(
+            f"{file}: base_model_name_or_path: expected the model that it adapts, got {base!r}"
+        )
+    return base
+
+
+def load_adapter(path: str | Path, model: nn.Module) -> None:
+    """Put the LoRA adapter of a folder on its base model, in place.
+
+    Raises:
+        ValueError: it is no LoRA adapter, trains more than adapters, or does not fit the model.
+    """
+    peft = need("peft", "LoRA adapters")
+    config = peft.PeftConfig.from_pretrained(str(path))
+    if config.peft_type != peft.PeftType.LORA or config.modules_to_save:
+        kind = f"{config.peft_type.value}, modules_to_save {config.modules_to_save}"
+        raise ValueError(f"{path}: expected a LoRA adapter and no whole modules, got {kind}")
+    try:
+        peft.inject_adapter_in_model(config, model, ADAPTER)
+        weights = peft.load_peft_weights(str(path), device="cpu")
+        weights = {name.removeprefix(_PREFIX): value for name, value in weights.items()}
+        found = peft.set_peft_model_state_dict(model, weights, ADAPTER)
+    except (RuntimeError, ValueError) as error:
+        why = " ".join(line.strip() for line in str(error).split("\n")[:2])  # of one a weight
+        raise ValueError(f"{path}: the adapter does not fit its base: {why}") from error
+    missing = [name for name in found.missing_keys if "lora_" in name]
+    if missing or found.unexpected_keys:
+        raise ValueError(
+            f"{path}: the adapter does not fit its base: {len(missing)} keys are missing, "
+            f"{len(found.unexpected_keys)} are not expected: "
+            + ", ".join([*missing, *found.unexpected_keys][:8])
+        )
+    for layer in adapted_layers(model).values():
+        layer.cast_input_dtype_enabled = False  # all is brought into one dtype
+
+
+def write_adapter(model: Any, folder: Path, base: str, causal_lm: bool) -> None:
+    """Write the adapter of a model, in fp32 if it is kept so.
+
+    Args:
+        folder: it is made.
+        base: folder or hub id of the model without it.
+        causal_lm: whether that is a causal language model of transformers.
+    """
+    peft, files = need("peft", "LoRA adapters"), need("safetensors.torch", "checkpoints")
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = peft.get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    weights = {_PREFIX + name: value.contiguous() for name, value in weights.items()}
+    files.save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config[ADAPTER])
+    config.base_model_name_or_path = base
+    config.task_type = peft.TaskType.CAUSAL_LM if causal_lm else None
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
