@@ -277,7 +277,8 @@ def test_packed_and_padded_documents_have_one_loss_and_gradient(shape, at, tmp_p
     packed = micro_batch(PackedChats(as_documents(documents), 24, 0), [0])
     order = [row.numpy() for row in packed.samples.per_sample(packed.tokens[0][None])]
     padded = micro_batch(PaddedChats(as_documents(order), 0), [0, 1, 2])
-    assert packed.samples.packed and not padded.samples.packed
+    assert packed.samples.packed
+    assert not padded.samples.packed
     (one, mine), (two, theirs) = (shares(loop, config, each) for each in (packed, padded))
     torch.testing.assert_close(one, two, rtol=1e-6, atol=0)  # reported in fp32
     for a, b in zip(mine, theirs, strict=True):
