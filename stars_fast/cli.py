@@ -107,6 +107,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of the weights (default: that of the run)",
     )
     export.add_argument(
+        "--portable",
+        action="store_true",
+        help="with the model's code, by which transformers alone opens it (trust_remote_code=True)",
+    )
+    export.add_argument(
         "--adapter",
         choices=("merge", "keep"),
         default="merge",
@@ -233,6 +238,7 @@ def _export(args: argparse.Namespace) -> int:
             step=args.step,
             turns=args.turns,
             dtype=dtype,
+            portable=args.portable,
             adapter=args.adapter,
         )
     except (OSError, ValueError) as error:

@@ -103,6 +103,13 @@ def test_python_examples(page, tmp_path, monkeypatch):
             if not tiny.exists():
                 write_tiny_ouro(tiny, remote_code=False)
             code = code.replace("ByteDance/Ouro-1.4B", str(tiny))
+        if "ouro-stars" in code:
+            pytest.importorskip("transformers")
+            from stars_fast.models.export import export_run
+            from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+            tiny = write_tiny_ouro(tmp_path / "whole")
+            export_run(tiny, tmp_path / "ouro-stars", portable=True)
         compiled = compile(code, page, "exec")
         if "train_dataset" not in code:
             exec(compiled, names)

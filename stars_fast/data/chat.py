@@ -153,7 +153,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.template = _template(tokenizer)
         self.system, self.max_length, self.supervise = system, max_length, supervise
-        self.end_ids = _end_ids(tokenizer)
+        self.end_ids = end_ids(tokenizer)
 
     def encode(self, conversations: Iterable[Sequence[Message]]) -> list[EncodedChat]:
         """The chats of `conversations`, in their order.
@@ -266,7 +266,8 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
     return CHAT_TEMPLATE
 
 
-def _end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a message: ChatML's, where the vocabulary has it, and the tokenizer's own."""
     known = (tokenizer.get_vocab().get(MESSAGE_END), tokenizer.eos_token_id)
     return [i for i in dict.fromkeys(known) if i is not None]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import deque
+from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
@@ -13,11 +14,20 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.data.chat import MESSAGE_END
 from stars_fast.evaluation.recording import Recording
 from stars_fast.evaluation.sweep_options import SweepOptions
+from stars_fast.models.families import checkpoint_config
+from stars_fast.models.portable import holds_code, register_config
 from stars_fast.models.saved import ModelSource, load_tokenizer
 
 VLLM_BATCH = 256
 """Prompts handed to vLLM at once by default. It makes the batches of its passes itself; but what it
 was handed is kept once all of it is done, so all prompts of a task would be too many."""
+
+GPU_SHARE = 0.9
+"""Share of the GPU's memory that vLLM takes."""
+RESERVE = 4 * 2**30
+"""Bytes of it for activations and CUDA graphs: an estimate, ample for models of this size."""
+VLLM_BLOCK = 16
+"""Tokens of a block of its cache."""
 
 
 class VllmModel:
@@ -55,7 +65,8 @@ class VllmModel:
         """As a model of lm-eval, at this depth."""
         if turns != self._turns:
             self.close()
-            self._model = _recording_class()(**vllm_arguments(self.source, self.options, turns))
+            made_of = vllm_arguments(self.source, self.options, turns, _gpu_memory())
+            self._model = _recording_class()(**made_of)
             self._turns = turns
         return self._model
 
@@ -67,21 +78,78 @@ class VllmModel:
             torch.cuda.empty_cache()
 
 
-def vllm_arguments(source: ModelSource, options: SweepOptions, turns: int) -> dict[str, Any]:
-    """Arguments of lm-eval's `VLLM`; those that it does not know go on to `vllm.LLM`."""
+def vllm_arguments(
+    source: ModelSource, options: SweepOptions, turns: int, memory: int
+) -> dict[str, Any]:
+    """Arguments of lm-eval's `VLLM`; those that it does not know go on to `vllm.LLM`.
+
+    The code of a folder is run only where it is this package's own, to the byte.
+
+    Args:
+        memory: of the GPU, in bytes.
+
+    Raises:
+        ConfigError: the memory does not hold `options.cap` tokens of one sequence.
+    """
+    config = checkpoint_config(source.path)
+    longest = longest_sequence(config, options.dtype, turns, memory)
+    if longest < min(options.cap, config["max_position_embeddings"]):
+        raise ConfigError(
+            f"--turns {turns}: the GPU holds keys and values of {longest} tokens, fewer than the "
+            f"{options.cap} of --max-new-tokens"
+        )
+    code = source.family.code
     return {
         "pretrained": source.path,
         "dtype": options.dtype or "auto",
         "batch_size": options.batch_size or VLLM_BATCH,
         "max_gen_toks": options.cap,
+        "max_model_len": longest,
+        "gpu_memory_utilization": GPU_SHARE,
+        "trust_remote_code": code is not None and holds_code(source.path, code),
         "hf_overrides": {"total_ut_steps": turns},
     }
+
+
+def longest_sequence(config: Mapping[str, Any], dtype: str | None, turns: int, memory: int) -> int:
+    """Tokens whose keys and values fit beside the weights, at most those of the model.
+
+    vLLM refuses to start where it can't hold one sequence of the model's full length, and a looped
+    model keeps keys and values for every turn: of Ouro-1.4B in bf16 8 KiB a layer and turn, at 8
+    turns 96 GiB for 65,536 tokens.
+
+    Args:
+        config: `config.json` of an Ouro checkpoint.
+        dtype: of the weights and the cache; the checkpoint's by default.
+        memory: of the GPU, in bytes.
+    """
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head = config.get("head_dim") or width // heads
+    size = getattr(
+        torch, dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    ).itemsize
+    token = 2 * kv_heads * head * layers * turns * size
+    layer = 2 * width * (heads + kv_heads) * head + 3 * width * config["intermediate_size"]
+    embeddings = 1 if config.get("tie_word_embeddings") else 2
+    weights = (layers * layer + embeddings * config["vocab_size"] * width) * size
+    room = GPU_SHARE * memory - weights - RESERVE
+    tokens = max(0, int(room / token))
+    return min(config["max_position_embeddings"], tokens - tokens % VLLM_BLOCK)
+
+
+def _gpu_memory() -> int:
+    """Bytes of the GPU, as vLLM reads them: without starting CUDA in this process."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_total_memory()
 
 
 def _recording_class() -> type:
     from lm_eval.models.vllm_causallms import VLLM
 
-    import stars_fast.models.ouro  # noqa: F401 (makes the configuration known to transformers)
+    register_config()
 
     class RecordingVLLM(Recording, VLLM):
         def __init__(self, **arguments: Any) -> None:

@@ -84,8 +84,8 @@ class JacobianPenalty(_Trainer):
         Ouro (this package's class): `turns` of the shared block, J of one more at h^(t).
         any decoder stack of transformers (Llama, Qwen, ...): its layers count as the block, run
             once, and J is that of one more pass at the state in which they end, before the closing
-            norm. `turns` must be None. So too for Ouro by remote code, whose turns are fixed when
-            it is made.
+            norm. `turns` must be None. So too for Ouro by remote code and for Nanbeige, whose turns
+            are fixed when they are made, and end with that norm.
 
     It runs on one process or several with DistributedDataParallel, in fp32, bf16 or under autocast,
     with gradient checkpointing or without. What lies on a device has to be looked at once an

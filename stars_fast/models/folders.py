@@ -55,6 +55,12 @@ def check_folder(path: str | Path, types: Sequence[str] = ("ouro",)) -> None:
         raise ValueError(f"{path} {reason}")
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder holds a tokenizer; of the hub it is taken to."""
+    folder = Path(path)
+    return not folder.is_dir() or (folder / "tokenizer_config.json").exists()
+
+
 def not_loaded(path: str | Path, error: Exception) -> str:
     """The message of a failure to load a model, from a folder or from the hub."""
     why = str(error).split("\n")[0]

@@ -26,6 +26,7 @@ from stars_fast.models.block_kinds import (
     chosen_layers,
     refuse,
 )
+from stars_fast.models.loop_keys import norm_closes_turn
 
 # Where wrappers and heads keep the model inside.
 _WRAPPED = ("module", "_orig_mod")
@@ -53,6 +54,9 @@ def looped_block(
         any decoder stack of transformers (Llama, Qwen, Mistral, Gemma, GPT-2, ...): all its layers,
             or those in `layers`; its closing norm belongs to the head and is left out unless
             `norm=True`.
+        Nanbeige, a decoder stack that loops itself: all layers, then the closing norm unless its
+            configuration says `skip_loop_final_norm`. A configuration that tells of another loop is
+            an error: there `layers` and `norm` have to say what a turn is.
         a list of modules h -> h: one after the other.
         any other module or callable that takes a state: itself. A module takes tokens if it has
             get_input_embeddings, or names its first argument so and holds an nn.Embedding.
@@ -77,15 +81,15 @@ def looped_block(
             itself alone. It goes with neither of the above. Hand it to `fused_jsrr` too.
         inputs: [B, S, D], Huginn's injected input embeddings (the prelude's output). The Jacobian
             is that in the state alone; the gradient of the loss reaches `inputs` unless detached.
-        norm: whether the closing norm ends the turn; by default for Ouro only.
+        norm: whether the closing norm ends the turn; by default for Ouro and Nanbeige only.
         layers: which layers of a decoder stack make up the block; all by default.
 
     Raises:
         TypeError: no turn is known in `model`; what was looked for is named. A layer takes an
             argument that is not known here.
-        ValueError: an option that this kind of model can't take, a kind of attention other than
-            causal (full or sliding window), or (at the call) arguments that don't fit h or each
-            other.
+        ValueError: an option that this kind of model can't take, a loop that is not known (its keys
+            are named), a kind of attention other than causal (full or sliding window), or (at the
+            call) arguments that don't fit h or each other.
     """
     given = {
         "attention_mask": attention_mask,
@@ -125,8 +129,10 @@ def looped_block(
             stack = getattr(part, name, None)
             if isinstance(stack, nn.ModuleList):
                 own = getattr(part, "config", config)
-                ends = is_ouro if norm is None else norm
-                return DecoderStack(part, chosen_layers(stack, own, layers), own, ends, given)
+                if norm is None or layers is None:  # nobody has said what a turn is
+                    closes = norm_closes_turn(own)
+                    norm = closes if norm is None else norm
+                return DecoderStack(part, chosen_layers(stack, own, layers), own, norm, given)
     raise _unknown(model)
 
 

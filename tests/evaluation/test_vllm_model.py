@@ -10,12 +10,17 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from benchmark_data import row_of, write_rows
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
-from stars_fast.evaluation.vllm_model import VLLM_BATCH
+from stars_fast.evaluation.sweep_options import SweepOptions
+from stars_fast.evaluation.vllm_model import VLLM_BATCH, longest_sequence, vllm_arguments
+from stars_fast.models.export import export_run
+from stars_fast.models.saved import find_model
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 LENGTH = 512
+MEMORY = 8 * 2**30
 CAP = 50
 
 
@@ -57,6 +62,14 @@ class LLM:
         )
 
 
+class Platform:
+    """As much of vllm.platforms.current_platform as is asked."""
+
+    @staticmethod
+    def get_device_total_memory():
+        return MEMORY
+
+
 def get_tokenizer(name, **_):
     from transformers import AutoTokenizer
 
@@ -83,6 +96,7 @@ def installed():
         "vllm.renderers": {},
         "vllm.renderers.hf": {"resolve_chat_template": lambda tokenizer, **_: None},
         "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
+        "vllm.platforms": {"current_platform": Platform},
     }
     version = importlib.metadata.version
     with pytest.MonkeyPatch.context() as patch:
@@ -170,6 +184,65 @@ def test_the_prompts_of_a_large_task_are_not_handed_over_at_once(vllm, words, tm
     write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", i, 2, 7) for i in range(count)])
     assert main([*words, "--turns", "2", "--tasks", "svamp"]) == 0
     assert vllm.batches == [VLLM_BATCH, 3]
+
+
+def test_the_longest_sequence_is_what_the_memory_holds(checkpoint):
+    """Ouro-1.4B: 96 GiB of keys and values for all its 65,536 tokens at 8 turns in bf16."""
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "vocab_size": 49152,
+        "max_position_embeddings": 65536,
+        "torch_dtype": "bfloat16",
+    }
+    gib, token = 2**30, 8 * 2**10 * 24 * 8
+    assert token * 65536 == 96 * gib
+    weights = 2 * (24 * (4 * 2048**2 + 3 * 2048 * 5632) + 2 * 49152 * 2048)
+    assert 2.6 * gib < weights < 2.8 * gib
+    enough = (96 * gib + weights + 4 * gib) / 0.9
+    assert longest_sequence(sizes, None, 8, int(enough) + gib) == 65536
+    short = longest_sequence(sizes, None, 8, int(enough) - gib)
+    assert 65536 - 1.1 * gib / token < short < 65536
+    assert short % 16 == 0
+    for memory in (24 * gib, 80 * gib):
+        got = longest_sequence(sizes, None, 8, memory)
+        assert 0 <= 0.9 * memory - weights - 4 * gib - got * token < 16 * token
+        assert abs(longest_sequence(sizes, None, 4, memory) - min(65536, 2 * got)) <= 32
+        wide = longest_sequence(sizes, "float32", 8, memory)
+        assert wide < got / 2
+        grouped = longest_sequence(sizes | {"num_key_value_heads": 4}, None, 8, memory)
+        assert min(65536, 4 * got) <= grouped
+    assert longest_sequence(sizes, None, 8, 4 * gib) == 0
+
+
+def test_it_is_told_how_long_a_sequence_may_be(vllm, words):
+    assert main([*words, "--turns", "2"]) == 0
+    (asked,) = vllm.loaded
+    assert (asked["max_model_len"], asked["gpu_memory_utilization"]) == (512, 0.9)
+
+
+def test_a_memory_that_holds_no_whole_generation_is_named(checkpoint):
+    options = SweepOptions(models=[], tasks=[], turns=[8], cap=100)
+    source = find_model(checkpoint)
+    message = r"--turns 8: the GPU holds keys and values of 96 tokens, fewer than the 100 of"
+    token = 2 * 32 * 8 * 4  # one layer, fp32
+    with pytest.raises(ConfigError, match=message):
+        vllm_arguments(source, options, 8, int((4 * 2**30 + 122_880 + 100 * token) / 0.9))
+
+
+def test_the_code_of_a_folder_is_run_where_it_is_ours(vllm, words, checkpoint, tmp_path):
+    folder = export_run(checkpoint, tmp_path / "portable", portable=True)
+    options = SweepOptions(models=[], tasks=[], turns=[2])
+    for change, trusted in (("", True), ("print()", False)):
+        code = folder / "modeling_ouro_portable.py"
+        code.write_text(code.read_text() + change)
+        arguments = vllm_arguments(find_model(folder), options, 2, MEMORY)
+        assert arguments["trust_remote_code"] is trusted
+    assert not vllm_arguments(find_model(checkpoint), options, 2, MEMORY)["trust_remote_code"]
 
 
 def test_a_device_is_refused(vllm, words, capsys):

@@ -3,52 +3,32 @@
 import pytest
 import torch
 from ouro_models import model
-from penalised import Gradients, arguments
+from penalised import run_two_processes
 
 from stars_fast.data.samples import sample_noise
-from stars_fast.integrations.transformers import JacobianPenalty
+from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.models.ouro.tiny import write_tiny_ouro
 from stars_fast.tokens import Tokens
 
-trl = pytest.importorskip("trl")
+pytest.importorskip("trl")
+
+from two_processes_grpo import train
+
 pytestmark = pytest.mark.slow
 
 
-class Recorded(JacobianPenalty, trl.GRPOTrainer):
-    """Keeps what each micro-batch of a step was trained on."""
-
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        self.seen = [*getattr(self, "seen", []), dict(inputs)]
-        return super().compute_loss(model, inputs, *args, **kwargs)
-
-
-def reward(prompts, completions, completion_ids, **kwargs):
-    """By the tokens, so that the completions of a prompt differ in it."""
-    return [float(sum(ids) % 7) for ids in completion_ids]
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny") / "ouro"
+    write_tiny_ouro(folder, remote_code=False)
+    return folder
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
+def tokenizer(checkpoint):
     from transformers import AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("tiny") / "ouro"
-    write_tiny_ouro(folder, remote_code=False)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def train(net, tokenizer, folder, weight, accumulation=2, **options):
-    from datasets import Dataset
-
-    settings = {"num_generations": 2, "max_completion_length": 6, "bf16": False, "beta": 0.0}
-    args = arguments(folder, 2, accumulation, trl.GRPOConfig, **settings, logging_steps=1)
-    data = Dataset.from_dict({"prompt": ["1 + 2", "a much longer question", "7 * 8", "9 - 1"]})
-    gradients = Gradients()
-    trainer = Recorded(
-        net, reward, args=args, train_dataset=data, processing_class=tokenizer,
-        callbacks=[gradients], penalty_weight=weight, **options,
-    )  # fmt: skip
-    trainer.train()
-    return trainer, gradients.steps[0]
+    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def penalty_by_hand(net, seen, seed):
@@ -104,3 +84,18 @@ def test_the_gradient_is_that_of_grpo_and_of_the_completions_by_hand(
 def test_another_depth_than_the_one_it_generates_at_is_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="turns: expected None with Recorded"):
         train(model(vocab_size=len(tokenizer)), tokenizer, tmp_path, 0.1, turns=2)
+
+
+def test_two_processes_have_the_mean_over_the_rows_of_both(checkpoint, tmp_path):
+    run_two_processes("two_processes_grpo.py", checkpoint, tmp_path)
+    (first, gradients), (second, same) = (
+        torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(2)
+    )
+    assert not torch.equal(first[0]["completion_ids"], second[0]["completion_ids"])
+    # In the order of the data: micro-batch by micro-batch, and process by process within each.
+    seen = [each for micros in zip(first, second, strict=True) for each in micros]
+    net = OuroForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    expected = penalty_by_hand(net, seen, seed=5)
+    for name, want in expected.items():
+        assert torch.equal(gradients[name], same[name])
+        assert (gradients[name] - want).norm() <= 1e-6 * want.norm(), name

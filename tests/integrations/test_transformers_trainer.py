@@ -1,11 +1,6 @@
 """The penalty in transformers' Trainer and in TRL's SFTTrainer."""
 
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +14,7 @@ from penalised import (
     documents,
     padded,
     recording,
+    run_two_processes,
     turns_of,
 )
 from torch import nn
@@ -155,22 +151,7 @@ def test_a_row_of_pads_alone_changes_nothing(trained):
 
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one(tmp_path):
-    script = Path(__file__).parent / "scripts" / "two_processes.py"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        place["PYTHONPATH"] = os.pathsep.join(sys.path)  # where pytest finds the tests' modules
-        command = [sys.executable, str(script), str(checkpoint()), str(tmp_path), "2"]
-        started.append(subprocess.Popen(command, env=os.environ | place))
-    try:
-        assert [process.wait(240) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    run_two_processes("two_processes.py", checkpoint(), tmp_path, 2)
     both, history = torch.load(tmp_path / "steps.pt", weights_only=False)
     alone, expected = two_steps(checkpoint(), tmp_path, 4, ddp_backend=None)
     assert len(both) == len(alone) == 2

@@ -1,4 +1,4 @@
-"""Small models with the public interfaces (names and call signatures) of two that are loaded by
+"""Small models with the public interfaces (names and call signatures) of three that are loaded by
 remote code, written for these tests."""
 
 from types import SimpleNamespace
@@ -163,6 +163,114 @@ class OuroForCausalLM(nn.Module):
 
     def forward(self, input_ids, attention_mask=None):
         return self.lm_head(self.model(input_ids, attention_mask))
+
+
+# -- Nanbeige: a decoder of Llama's shape that loops itself, positions turned inside attention
+
+
+class NanbeigeAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        width, dim = config.hidden_size, config.head_dim
+        self.head_dim, self.rotary_emb = dim, OuroRotary(dim)
+        inner, kv_width = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        self.q_proj, self.o_proj = (
+            nn.Linear(width, inner, bias=False),
+            nn.Linear(inner, width, bias=False),
+        )
+        self.k_proj, self.v_proj = (nn.Linear(width, kv_width, bias=False) for _ in range(2))
+
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, **kwargs):
+        q, k, v = (
+            part(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary_emb(v, position_ids))
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        causal = attention_mask is None
+        out = F.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=causal)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None, None
+
+
+class NanbeigeDecoderLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.self_attn, self.mlp = NanbeigeAttention(config), OuroMLP(config.hidden_size, 24)
+        self.input_layernorm = Norm(config.hidden_size, 1e-5)
+        self.post_attention_layernorm = Norm(config.hidden_size, 1e-5)
+
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_value=None,
+        output_attentions=False,
+        use_cache=False,
+        cache_position=None,
+        loop_idx=0,
+        loop_cache_layer_idx=None,
+        **kwargs,
+    ):
+        attended, _, _ = self.self_attn(
+            self.input_layernorm(hidden_states), attention_mask, position_ids, **kwargs
+        )
+        h = hidden_states + attended
+        return (h + self.mlp(self.post_attention_layernorm(h)),)
+
+
+class NanbeigeModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(11, config.hidden_size)
+        count = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(NanbeigeDecoderLayer(config) for _ in count)
+        self.norm = Norm(config.hidden_size, 1e-5)
+
+    def forward(self, input_ids):
+        """[B, S] -> [B, S, D], what the head reads: the loop, written out."""
+        h = self.embed_tokens(input_ids)
+        positions = torch.arange(h.shape[1])[None]
+        for loop in range(self.config.num_loops):
+            for layer in self.layers:
+                (h,) = layer(h, position_ids=positions, loop_idx=loop)
+            if not self.config.skip_loop_final_norm:
+                h = self.norm(h)
+        return self.norm(h) if self.config.skip_loop_final_norm else h
+
+
+class NanbeigeForCausalLM(nn.Module):
+    """The keys of Nanbeige4.2-3B's configuration that matter here, with their values where they
+    are no sizes."""
+
+    def __init__(self, **options):
+        super().__init__()
+        settings = {
+            "model_type": "nanbeige",
+            "hidden_size": 16,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 6,  # not hidden_size / num_attention_heads
+            "num_hidden_layers": 3,
+            "num_loops": 2,
+            "loop_loss_weights": [],
+            "skip_loop_final_norm": False,
+            "enable_double_loop_split": False,
+            "loop_middle_layers": None,
+            "loop_share_kv": False,
+            "enable_hyper_connection": False,
+            "enable_depth_attention": False,
+            "insert_ngram_layer_idx": [],
+            "ngram_insert_all_layers": False,
+            "_attn_implementation": "sdpa",
+        }
+        self.config = SimpleNamespace(**settings | options)
+        self.model = NanbeigeModel(self.config)
+        self.lm_head = nn.Linear(16, 11, bias=False)
+
+    def forward(self, input_ids):
+        return self.lm_head(self.model(input_ids))
 
 
 # -- Huginn: an adapter that injects the input, sandwich layers called by position

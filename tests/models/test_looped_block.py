@@ -3,17 +3,19 @@
 To 1e-9: masks and layouts differ, and with them the order of sums.
 """
 
+import re
+
 import pytest
 import torch
 from oracle import KeepDouble, WrittenOutNorm, relative_error
-from stand_ins import OuroForCausalLM, RavenForCausalLM
+from stand_ins import NanbeigeForCausalLM, OuroForCausalLM, RavenForCausalLM
 from tolerances import BLOCK
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from stars_fast import explain, fused_jsrr
+from stars_fast import explain, fused_jsrr, fused_jvp
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import check_tokens, describe_tokens
@@ -92,6 +94,11 @@ def ouro(**options):
     return perturb(OuroForCausalLM(**options))
 
 
+def nanbeige(**options):
+    torch.manual_seed(0)
+    return perturb(NanbeigeForCausalLM(**options))
+
+
 def huginn(**options):
     torch.manual_seed(0)
     return perturb(RavenForCausalLM(**options))
@@ -122,6 +129,7 @@ MODELS = {
     "own-ouro": own_ouro,
     "ouro-sdpa": ouro,
     "ouro-eager": lambda: ouro(attention="eager"),
+    "nanbeige": nanbeige,
     "huginn": huginn,
     "huginn-tuple-complex": lambda: huginn(as_tuple=True, complex_tables=True),
     "llama": lambda: transformers_model("llama"),
@@ -222,6 +230,103 @@ def test_a_turn_of_our_own_ouro():
     theirs = looped_block(ouro(), attention_mask=real)(h)
     torch.testing.assert_close(expected[real.bool()], theirs[real.bool()], rtol=1e-9, atol=1e-9)
     assert set(dict(block.named_parameters())) == set(dict(looped_block(ouro()).named_parameters()))
+
+
+# -- loops that a configuration tells of
+
+
+@pytest.mark.parametrize("loops", [2, 3])
+@pytest.mark.parametrize("skips", [False, True])
+def test_turns_of_nanbeige_are_its_own_loop(skips, loops):
+    model = nanbeige(num_loops=loops, skip_loop_final_norm=skips)
+    tokens = torch.arange(B * S).view(B, S) % 11
+    block, h = looped_block(model), model.model.embed_tokens(tokens)
+    assert (block.norm is None) == skips
+    for _ in range(loops):
+        h = block(h)
+    h = model.model.norm(h) if skips else h
+    torch.testing.assert_close(h, model.model(tokens), rtol=1e-12, atol=1e-12)
+    other = looped_block(model, norm=skips)
+    assert not torch.allclose(other(h), block(h))
+
+
+def test_the_jacobian_of_nanbeige_is_that_of_its_loop():
+    """J v of two turns by the chain rule, against the model's own loop from the embeddings."""
+    model = nanbeige()
+    tokens = torch.arange(B * S).view(B, S) % 11
+    v, h = state(B, S, D, seed=5), model.model.embed_tokens(tokens)
+
+    def loop(x):
+        model.model.embed_tokens.forward = lambda _: x
+        return model.model(tokens)
+
+    with sdpa_kernel(SDPBackend.MATH):
+        _, expected = torch.func.jvp(loop, (h,), (v,))
+    block = looped_block(model)
+    middle, through = fused_jvp(block, h, v)
+    _, got = fused_jvp(block, middle, through)
+    assert relative_error(got, expected) <= BLOCK
+
+
+def test_a_stack_that_runs_once_leaves_its_norm_to_the_head():
+    for model in (nanbeige(num_loops=1), llama_with(num_loops=1, total_ut_steps=None)):
+        assert looped_block(model).norm is None
+    # Nanbeige counts its loops by these weights where it has some.
+    assert looped_block(nanbeige(num_loops=1, loop_loss_weights=[0.3])).norm is not None
+
+
+UNKNOWN = {
+    "num_loops": 2,
+    "total_ut_steps": 4,
+    "num_recurrence": 8,
+    "num_recurrent_layers": 4,
+    "mean_recurrence": 32,
+    "n_recurrent_loops": 2,
+    "loop_num_passes": 3,
+    "loop_map": {"0": 2},
+    "recurse_layers": 4,
+    "use_loop_encoding": True,
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN)
+def test_a_loop_that_is_not_known_is_named(key):
+    model = llama_with(**{key: UNKNOWN[key]})
+    message = re.escape(f"got {key}={UNKNOWN[key]!r}; say what one turn is by layers=slice(...)")
+    for options in ({}, {"norm": True}, {"layers": slice(1, 3)}):
+        with pytest.raises(ValueError, match=message):
+            looped_block(model, **options)
+    said = looped_block(model, norm=False, layers=slice(1, 3))
+    h = state(B, S, D)
+    assert torch.equal(said(h), looped_block(llama_with(), layers=slice(1, 3))(h))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"enable_double_loop_split": True, "loop_middle_layers": 3},
+        {"loop_share_kv": True},
+        {"enable_hyper_connection": True},
+        {"enable_depth_attention": True},
+        {"insert_ngram_layer_idx": [1]},
+        {"ngram_insert_all_layers": True},
+    ],
+)
+def test_what_makes_a_turn_of_nanbeige_more_than_its_layers_is_named(odd):
+    message = ".*".join(re.escape(f"{name}={value!r}") for name, value in odd.items())
+    with pytest.raises(ValueError, match=f"got {message}; say what one turn is"):
+        looped_block(nanbeige(**odd))
+
+
+def test_a_loop_of_transformers_own_that_is_not_known_is_named():
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "DoryForCausalLM"):
+        pytest.skip("this transformers has no Dory")
+    sizes = {"vocab_size": 11, "hidden_size": D, "intermediate_size": 24, "head_dim": 4}
+    sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.DoryConfig(**sizes, n_input_layers=1, n_output_layers=1)
+    with pytest.raises(ValueError, match=r"got .*n_recurrent_loops=2.*; say what one turn is"):
+        looped_block(transformers.DoryForCausalLM(config))
 
 
 @pytest.mark.parametrize("windowed", [False, True])

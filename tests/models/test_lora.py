@@ -21,7 +21,7 @@ from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.looped_config import LoopedConfig
 from stars_fast.models.lora import LoraConfig, adapt, adapted_layers, fingerprint, target_names
-from stars_fast.models.merge import merge
+from stars_fast.models.merge import kept_share, merge
 
 peft = pytest.importorskip("peft")
 
@@ -252,6 +252,24 @@ def test_merged_is_unmerged(made):
     a, b, c = (x if isinstance(x, torch.Tensor) else x.logits for x in (after, before, base))
     assert relative_error(a, b) <= BLOCK
     assert relative_error(a, c) > 1e-3
+
+
+@pytest.mark.parametrize(("size", "low", "high"), [(1.0, 0.999, 1.001), (1e-3, 0.0, 0.6)])
+def test_what_is_left_of_adapters_in_bf16_is_known(size, low, high):
+    """Weights of about 1/6 are 2^-10 apart in bf16; rounding to the nearest keeps most of what is
+    far larger and loses what is far smaller."""
+    loop = adapted(ouro(torch.bfloat16))
+    loop.model.double()
+    for layer in adapted_layers(loop.model).values():
+        layer.scaling["default"] = size
+    share = kept_share(loop.model, torch.bfloat16)
+    assert low <= share <= high
+    assert kept_share(loop.model, torch.float64) == pytest.approx(1.0, abs=1e-9)
+    before = {name: each.weight.clone() for name, each in adapted_layers(loop.model).items()}
+    merge(loop.model).bfloat16().double()
+    moved = [loop.model.get_submodule(name).weight - w for name, w in before.items()]
+    assert any(each.norm() > 0 for each in moved)
+    assert kept_share(loop.model, torch.bfloat16) == 1.0  # none any more
 
 
 def test_a_model_without_adapters_is_left_as_it_is():

@@ -390,6 +390,29 @@ def test_stops_that_a_user_has_chosen_stay(copy, tmp_path):
     assert OuroForCausalLM.from_pretrained(tmp_path / "saved").generation_config.eos_token_id == [0]
 
 
+@pytest.mark.parametrize(
+    ("given", "config", "stops"),
+    [
+        (0, 0, [2, 0]),
+        ([0], 0, [0, 2]),
+        ([7], 0, [7, 2, 0]),
+        (7, 0, [7, 2, 0]),
+        (0, [9, 0], [2, 0, 9]),
+        (None, 9, [2, 0, 9]),
+    ],
+)
+def test_the_stops_of_an_export_are_all_that_anything_names(given, config, stops, copy, tmp_path):
+    """The settings of generation, those of the model, the tokenizer's ends of a message."""
+    settings = {"bos_token_id": 0, "pad_token_id": 0}
+    settings |= {} if given is None else {"eos_token_id": given}
+    (copy / "generation_config.json").write_text(json.dumps(settings))
+    fields = json.loads((copy / "config.json").read_text()) | {"eos_token_id": config}
+    (copy / "config.json").write_text(json.dumps(fields))
+    out = export_run(copy, tmp_path / "out")
+    written = json.loads((out / "generation_config.json").read_text())
+    assert written["eos_token_id"] == stops
+
+
 def test_a_checkpoint_can_be_exported(tmp_path):
     export_run(checkpoint(), tmp_path / "out", turns=2)
     assert OuroConfig.from_pretrained(tmp_path / "out").total_ut_steps == 2

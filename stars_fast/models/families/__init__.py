@@ -43,6 +43,8 @@ class Family(ABC):
         packs: whether a turn keeps documents that follow each other in one row apart.
         causal_lm: whether its models are causal language models of transformers with their turns
             in the configuration, as lm-eval and `generate` of transformers take them.
+        code: the module of `models.portable` that opens its checkpoints without this package; None
+            where there is none. Its classes begin with `title`.
     """
 
     title: ClassVar[str]
@@ -53,6 +55,7 @@ class Family(ABC):
     shards: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     causal_lm: ClassVar[bool] = False
+    code: ClassVar[str | None] = None
 
     @property
     def name(self) -> str:
@@ -130,7 +133,8 @@ class Family(ABC):
         """
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(path)
+        # Without a word on it a folder with `auto_map` makes transformers ask on the terminal.
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
 
     @abstractmethod
     def loop(self, model: Any) -> Loop:

@@ -19,7 +19,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.models.families import Family
-from stars_fast.models.folders import check_exists
+from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
@@ -187,13 +187,18 @@ class HuginnFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
+        from stars_fast.data.chat import end_ids
         from stars_fast.models.huginn.config import check_config
+        from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
         if turns is not None:
             model.config.mean_recurrence = turns
             check_config(model.config)
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
+        if has_tokenizer(beside):  # where training ends a message, other readers stop too
+            settings = model.generation_config
+            unite_stops(settings, [*stop_ids(settings), *end_ids(self.tokenizer(beside))])
         model.to(dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
 
@@ -217,7 +222,7 @@ def _start(section: HuginnSection, path: str, dtype: torch.dtype) -> tuple[nn.Mo
         model = HuginnForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=section.attention
         )
-        return model, AutoTokenizer.from_pretrained(path)
+        return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(
             f"model.path {path}, model.attention {section.attention}: {error}"

@@ -18,7 +18,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.models.families import Family
-from stars_fast.models.folders import check_exists
+from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Turn, matrix_weights
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
@@ -109,6 +109,7 @@ class OuroFamily(Family):
     section = OuroSection
     packs = True
     causal_lm = True
+    code = "modeling_ouro_portable"
 
     def describe(self, section: OuroSection) -> str:
         return f"Ouro ({section.path})"
@@ -173,6 +174,7 @@ class OuroFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
+        from stars_fast.data.chat import end_ids
         from stars_fast.models.ouro.config import check_config
         from stars_fast.models.ouro.loading import set_stop
 
@@ -181,7 +183,8 @@ class OuroFamily(Family):
             check_config(model.config)
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
-            set_stop(model)
+        # Where training ends a message and evaluation a generation, other readers stop too.
+        set_stop(model, end_ids(self.tokenizer(beside)) if has_tokenizer(beside) else ())
         model.to(dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
 

@@ -56,14 +56,39 @@ def drop_stale_weights(folder: Path) -> None:
             whole.unlink()
 
 
-def set_stop(model: Any) -> None:
-    """Let generation stop at the end of a ChatML turn, where the settings know no other stop than
-    the published token 0. What names its stops otherwise is left as it is."""
+def set_stop(model: Any, ends: Iterable[int] = ()) -> None:
+    """Let generation stop at the end of a ChatML turn too, and at the stops of the model's
+    configuration, where its settings know no other stop than the published token 0. What names its
+    stops otherwise is left as it is.
+
+    Args:
+        ends: tokens that stop it besides, whatever the settings name.
+    """
     generation = getattr(model, "generation_config", None)  # a model without a head has none
-    if generation is None or model.config.vocab_size <= IM_END:
+    if generation is None:
         return
-    if generation.eos_token_id in (None, 0):
-        generation.eos_token_id = [IM_END, 0]
+    stops = stop_ids(generation)
+    if generation.eos_token_id in (None, 0) and model.config.vocab_size > IM_END:
+        stops = [IM_END, 0, *_ids(model.config.eos_token_id)]
+    unite_stops(generation, [*stops, *ends])
+
+
+def unite_stops(generation: Any, stops: Iterable[int]) -> None:
+    """Let generation by these settings stop at `stops`, each said once, and nowhere else."""
+    united = list(dict.fromkeys(stops))
+    if united != stop_ids(generation):
+        generation.eos_token_id = united
+
+
+def stop_ids(generation: Any) -> list[int]:
+    """The tokens at which generation by these settings stops."""
+    return _ids(generation.eos_token_id)
+
+
+def _ids(tokens: int | list[int] | None) -> list[int]:
+    if tokens is None:
+        return []
+    return [tokens] if isinstance(tokens, int) else list(tokens)
 
 
 def _listed(what: str, keys: Iterable[str]) -> str:

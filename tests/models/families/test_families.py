@@ -14,6 +14,8 @@ from stars_fast.data.batches import micro_batch
 from stars_fast.data.documents import PaddedChats, TokenDocuments
 from stars_fast.models.export import export_run
 from stars_fast.models.families import checkpoint_config, families, family_of
+from stars_fast.models.lora import LoraConfig, adapt, adapted_layers, target_names
+from stars_fast.models.merge import merge
 from stars_fast.models.saved import find_model, load_model, load_tokenizer
 from stars_fast.training.config import config_from
 from stars_fast.training.run.trainer import train
@@ -128,6 +130,24 @@ def test_its_layers_hold_the_weights_of_a_turn(parts):
     assert held & moved
     assert loop.outside_block(1.0) > 0
     assert loop.turn_flops([4, 2]) > 0
+
+
+@torch.no_grad()
+def test_its_block_takes_adapters_and_gives_them_up(parts):
+    pytest.importorskip("peft")
+    loop, batch = parts
+    before = logits_of(loop, batch, 2)
+    maps = target_names(loop, ["all-linear"])
+    adapt(loop, LoraConfig(rank=2), torch.float64, 0)
+    layers = adapted_layers(loop.model)
+    assert sorted(layers) == sorted(maps) != []
+    assert torch.equal(logits_of(loop, batch, 2), before)
+    for layer in layers.values():
+        torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.1)
+    moved = logits_of(loop, batch, 2)
+    assert (moved - before).norm() > 1e-2 * before.norm()
+    merge(loop.model)
+    torch.testing.assert_close(logits_of(loop, batch, 2), moved, rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@ what is exported, merged or kept, is the model that was trained."""
 
 import json
 import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,6 +252,19 @@ def test_an_export_is_the_model_that_was_trained(mixed, tmp_path):
     )
 
 
+def test_an_export_warns_of_what_rounding_takes(tmp_path, cache, base):
+    """Steps of 1e-5, in bf16 weights of about 1/6."""
+    changes = {"model": {"path": base}, "optim": {"lr": 1e-5}, "train": {"steps": 2}}
+    run = train(lora_run(tmp_path, cache, "run", precision="mixed", **changes)).folder
+    with pytest.warns(
+        UserWarning, match=r"weights in bfloat16 keep -?\d+% of what the adapters add"
+    ):
+        export_run(run, tmp_path / "rounded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        export_run(run, tmp_path / "whole", dtype=torch.float32)
+
+
 def test_an_adapter_that_was_kept_is_a_model(mixed, base, tmp_path, capsys):
     kept = tmp_path / "kept"
     assert main(["export", str(mixed), str(kept), "--adapter", "keep"]) == 0
@@ -310,6 +324,8 @@ def test_options_that_do_not_fit(mixed, tmp_path, cache):
     made = train(lora_run(tmp_path, cache, "made", train={"steps": 1})).folder
     with pytest.raises(ConfigError, match="made, whose base model the package made"):
         export_run(made, tmp_path / "out", adapter="keep")
+    with pytest.raises(ValueError, match=r"adapter: expected one of .*'keep'\), got 'drop'"):
+        export_run(mixed, tmp_path / "out", adapter="drop")
     whole = export_run(mixed, tmp_path / "whole")
     with pytest.raises(ConfigError, match=r"whole, which is no run with lora\.rank, got keep"):
         export_run(whole, tmp_path / "out", adapter="keep")

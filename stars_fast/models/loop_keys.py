@@ -1,0 +1,63 @@
+"""Loops that the configuration of another's model tells of, and whether a norm closes each turn.
+
+    Ouro        total_ut_steps turns of all layers, each closed by the norm
+    Nanbeige    num_loops turns of all layers (of Llama's shape), each closed by the norm unless
+                skip_loop_final_norm leaves it to the head. Nanbeige4.2-3B: 22 layers, 2 loops, norm
+
+Nanbeige's keys as its configuration class documents them (configuration_nanbeige.py of
+https://huggingface.co/Nanbeige/Nanbeige4.2-3B, revision b82e54b), and as
+https://github.com/ggml-org/llama.cpp/pull/25994 and https://github.com/ml-explore/mlx-lm/pull/1599
+read them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_LOOP = re.compile(r"loop|recurr|recurs|ut_steps")
+# Settings of Nanbeige by which its layers are more than a map of one state.
+_NO_PLAIN_TURN = (
+    "enable_hyper_connection",
+    "enable_depth_attention",
+    "insert_ngram_layer_idx",
+    "ngram_insert_all_layers",
+)
+
+
+def norm_closes_turn(config: Any) -> bool:
+    """Whether the closing norm of a decoder stack is part of each of its turns, rather than of the
+    head, to which it belongs where the stack runs once.
+
+    Args:
+        config: of the stack: what config.json says, as attributes; None where there is none.
+
+    Raises:
+        ValueError: it tells of a loop that is not known here; the keys are named.
+    """
+    kind = getattr(config, "model_type", None)
+    if kind == "ouro" or config is None:
+        return kind == "ouro"
+    told = {name: value for name, value in vars(config).items() if _tells(name, value)}
+    both = hasattr(config, "num_loops") and hasattr(config, "skip_loop_final_norm")
+    looped = False
+    if kind == "nanbeige" or both:
+        looped = bool(told.pop("num_loops", None)) | bool(told.pop("loop_loss_weights", None))
+        looped &= not told.pop("skip_loop_final_norm", False)
+        odd = {name: getattr(config, name, None) for name in _NO_PLAIN_TURN}
+        told |= {name: value for name, value in odd.items() if value}
+    if told:
+        named = ", ".join(f"{name}={value!r}" for name, value in told.items())
+        raise ValueError(
+            "model: expected a configuration whose loop is known (Ouro's, or Nanbeige's num_loops "
+            f"and skip_loop_final_norm), got {named}; say what one turn is by layers=slice(...) "
+            "and norm=True or False"
+        )
+    return looped
+
+
+def _tells(name: str, value: Any) -> bool:
+    """Whether a key of a configuration says that something runs more than once."""
+    if name.startswith("_") or not _LOOP.search(name):
+        return False
+    return bool(value) and (value is True or value != 1)

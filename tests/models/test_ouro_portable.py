@@ -1,0 +1,433 @@
+"""The one file of modelling code beside an exported Ouro: the native model's numbers and tokens, in
+this process and in a fresh one in which stars_fast can't be imported."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from oracle import relative_error
+from ouro_models import checkpoint, greedy, model, tokens
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+)
+
+from stars_fast.cli import main
+from stars_fast.models.export import export_run
+from stars_fast.models.families import family_named, family_of
+from stars_fast.models.looped import LoopedConfig, LoopedLM
+from stars_fast.models.ouro import OuroForCausalLM
+from stars_fast.models.ouro.tiny import write_tiny_ouro
+from stars_fast.models.portable import holds_code
+from stars_fast.models.portable import modeling_ouro_portable as portable
+
+CODE = "modeling_ouro_portable"
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
+SINGLE = 1e-6  # of the whole, in the L2 norm
+B, S = 3, 9
+
+SETTINGS = {
+    "published": {},
+    "grouped": {"num_key_value_heads": 2, "head_dim": 6},
+    "tied": {"tie_word_embeddings": True},
+    "windowed": {
+        "layer_types": ("full_attention", "sliding_attention"),
+        "sliding_window": 3,
+    },
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
+    "exit-step": {"early_exit_step": 1},
+    "exit-gate": {"early_exit_threshold": 0.6},
+    "rests": {"convergence_tol": 0.7, "total_ut_steps": 8},
+    "no-gate": {"gate": "ignored", "total_ut_steps": 2},
+}
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+}
+
+
+@cache
+def pair(name="published", dtype=torch.float64):
+    """The native model and the portable one, of the same folder."""
+    fields = SETTINGS[name]
+    folder = checkpoint(**fields)
+    return model(dtype, **fields), portable.OuroForCausalLM.from_pretrained(folder, dtype=dtype)
+
+
+def rows_of(*rows):
+    return torch.tensor([[int(c) for c in row] for row in rows])
+
+
+MASKS = {
+    "none": None,
+    "left": rows_of("111111111", "000111111", "000000011"),
+    "right": rows_of("111111111", "111111000", "110000000"),
+    "holes": rows_of("111111111", "110011011", "011101110"),
+}
+
+
+def assert_same_states(native, other, ids, real=None, exact=EXACT, **options):
+    """Of the real tokens."""
+    options["attention_mask"] = real
+    mine = native(ids, output_hidden_states=True, **options)
+    theirs = other(ids, output_hidden_states=True, **options)
+    seen = torch.ones_like(ids).bool() if real is None else real[:, -ids.shape[1] :].bool()
+    torch.testing.assert_close(theirs.logits[seen], mine.logits[seen], **exact)
+    assert len(theirs.hidden_states) == len(mine.hidden_states)
+    for a, b in zip(theirs.hidden_states, mine.hidden_states, strict=True):
+        torch.testing.assert_close(a[seen], b[seen], **exact)
+    assert torch.equal(theirs.turns, mine.turns)
+    return mine, theirs
+
+
+# -- one pass
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.no_grad()
+def test_a_pass_is_the_native_one(name, mask, attention):
+    native, other = pair(name)
+    other.set_attn_implementation(attention)
+    assert_same_states(native, other, tokens(B, S), MASKS[mask], use_cache=False)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.no_grad()
+def test_in_fp32_it_is_the_native_one_to_a_millionth(name, mask):
+    native, other = pair(name, torch.float32)
+    other.set_attn_implementation("sdpa")
+    ids, real = tokens(B, S), MASKS[mask]
+    mine, theirs = (each(ids, attention_mask=real).logits for each in (native, other))
+    seen = torch.ones_like(ids).bool() if real is None else real.bool()
+    assert relative_error(theirs[seen], mine[seen]) <= SINGLE
+
+
+@pytest.mark.parametrize("name", ROPES)
+@torch.no_grad()
+def test_scaled_positions_are_those_of_the_native_model(name, tmp_path):
+    rope = ROPES[name] | {"rope_theta": 10_000.0}
+    folder = write_tiny_ouro(tmp_path / "tiny", rope_parameters=rope)
+    native = OuroForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    other = portable.OuroForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    ids = tokens(1, 100)
+    _, theirs = assert_same_states(native, other, ids, use_cache=False)
+    assert not torch.allclose(theirs.logits, pair()[1](ids).logits)
+
+
+@torch.no_grad()
+def test_positions_that_restart_are_packed_documents():
+    native, other = pair("windowed")
+    ids = tokens(2, 7)
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 0]])
+    mine, theirs = (each(ids, position_ids=positions) for each in (native, other))
+    torch.testing.assert_close(theirs.logits, mine.logits, **EXACT)
+    alone = other(ids[:1, 3:]).logits
+    torch.testing.assert_close(theirs.logits[:1, 3:], alone, **EXACT)
+    assert theirs.get(portable.CACHE) is None
+    with pytest.raises(ValueError, match="use_cache: expected False for packed documents"):
+        other(ids, position_ids=positions, use_cache=True)
+
+
+CALLS = {
+    "turns": {"turns": 7},
+    "one-turn": {"turns": 1},
+    "exit_at_step": {"turns": 3, "exit_at_step": 1},
+    "exit_threshold": {"exit_threshold": 0.6},
+    "exit_threshold=1": {"exit_threshold": 1.0},
+    "tol": {"turns": 8, "tol": 0.7},
+    "tol=0": {"tol": 0.0},
+    "tol-and-gate": {"turns": 8, "tol": 0.7, "exit_threshold": 0.8},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["published", "exit-gate", "exit-step", "rests"])
+@torch.no_grad()
+def test_what_a_call_says_of_the_turns_counts_as_in_the_native_model(name, call):
+    native, other = pair(name)
+    assert_same_states(native, other, tokens(B, S), MASKS["left"], **CALLS[call])
+
+
+@torch.no_grad()
+def test_the_settings_here_do_what_they_are_there_for():
+    """Tokens leave at several turns, and sequences rest at several."""
+    _, other = pair()
+    ids = tokens(B, S)
+    h = other.model(ids, output_hidden_states=True).hidden_states
+    out = other.model(ids, exit_threshold=0.6).last_hidden_state
+    left = {int((out == state).all(-1).sum()) for state in h[1:]}
+    assert len(left - {0}) > 1
+    taken = other(ids, turns=8, tol=0.7).turns[:, 0].tolist()
+    assert len(set(taken)) > 1
+
+
+# -- the cache
+
+
+@pytest.mark.parametrize("mask", ["none", "left"])
+@pytest.mark.parametrize("name", SETTINGS)
+@torch.no_grad()
+def test_a_cache_changes_nothing(name, mask):
+    native, other = pair(name)
+    other.set_attn_implementation("sdpa")
+    ids, real = tokens(B, S), MASKS[mask]
+    whole = other(ids, attention_mask=real, use_cache=False).logits
+    caches, step = (None, None), 0
+    for length in (4, 3, 1, 1):
+        part = slice(step, step + length)
+        seen = None if real is None else real[:, : part.stop]
+        outs = [
+            each(ids[:, part], attention_mask=seen, past_key_values=cache, use_cache=True)
+            for each, cache in zip((native, other), caches, strict=True)
+        ]
+        kept = slice(None) if seen is None else seen[:, part].bool()
+        torch.testing.assert_close(outs[1].logits[kept], outs[0].logits[kept], **EXACT)
+        if name != "rests":  # there a sequence counts as a whole, and its parts rest sooner
+            torch.testing.assert_close(outs[1].logits[kept], whole[:, part][kept], **EXACT)
+        caches, step = tuple(out[portable.CACHE] for out in outs), part.stop
+    turns = 2 if name == "exit-step" else other.config.total_ut_steps
+    assert len(caches[1].layers) == turns * other.config.num_hidden_layers
+    assert caches[1].get_seq_length() == S
+
+
+def test_a_cache_keeps_its_number_of_turns():
+    _, other = pair()
+    held = other(tokens(1, 4), turns=3)[portable.CACHE]
+    with pytest.raises(ValueError, match="turns: this cache holds 4 tokens at 3 turns and can't"):
+        other(tokens(1, 1), turns=4, past_key_values=held)
+    held.reset()
+    assert other(tokens(1, 1), turns=4, past_key_values=held).logits.shape[1] == 1
+    with pytest.raises(TypeError, match="past_key_values: expected an OuroCache"):
+        other(tokens(1, 1), past_key_values=DynamicCache())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_cache": False},
+        {"turns": 6},
+        {"num_beams": 2},
+        {"exit_threshold": 0.6},
+        {"turns": 8, "tol": 0.7},
+    ],
+)
+@pytest.mark.parametrize("name", ["published", "grouped", "windowed"])
+def test_the_same_tokens_are_generated(name, options):
+    native, other = pair(name, torch.float32)
+    other.set_attn_implementation("sdpa")
+    ids, real = tokens(B, S), MASKS["left"]
+    mine, theirs = (
+        greedy(each, ids, new=12, attention_mask=real, **options) for each in (native, other)
+    )
+    assert torch.equal(theirs, mine)
+    assert len(set(mine.flatten().tolist())) > 3
+
+
+# -- the loss, and mistakes
+
+
+def test_the_loss_is_the_native_one():
+    native, other = pair()
+    ids, real = tokens(B, S), MASKS["right"]
+    labels = ids.masked_fill(~real.bool(), -100)
+    labels[0, 4] = -100
+    for given in (labels, ids):
+        mine, theirs = (each(ids, attention_mask=real, labels=given) for each in (native, other))
+        torch.testing.assert_close(theirs.loss, mine.loss, **EXACT)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"turns": 0}, ValueError, "turns: expected at least 1, got 0"),
+        ({"exit_at_step": 4}, ValueError, "exit_at_step: expected less than turns=4, got 4"),
+        ({"exit_threshold": 0.0}, ValueError, "exit_threshold: expected a number in"),
+        ({"exit_threshold": 0.5, "exit_at_step": 1}, ValueError, "got both"),
+        ({"attention_mask": torch.ones(1, 3)}, ValueError, "attention_mask: expected .B, 4."),
+        ({"output_attentions": True}, ValueError, "output_attentions: expected False"),
+        ({"turn": 4}, TypeError, "unknown arguments .'turn'."),
+        ({"inputs_embeds": torch.ones(1, 4, 32)}, ValueError, "input_ids: expected either"),
+    ],
+)
+def test_mistakes_are_named(options, kind, message):
+    with pytest.raises(kind, match=message):
+        pair()[1](tokens(1, 4), **options)
+    with pytest.raises(ValueError, match="has no exit"):
+        pair("no-gate")[1](tokens(1, 4), exit_threshold=0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"total_ut_steps": 0}, "total_ut_steps: expected at least 1, got 0"),
+        ({"early_exit_step": 4}, "early_exit_step: expected one of the 4 turns"),
+        ({"attention_dropout": 0.1}, "attention_dropout: expected 0"),
+        ({"layer_types": ["linear_attention"]}, "layer_types: expected full_attention or"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+            "rope_parameters: expected rope_type",
+        ),
+    ],
+)
+def test_settings_that_have_no_meaning_are_named(fields, message):
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "head_dim": 4, "vocab_size": 11}
+    config = portable.OuroConfig(**sizes, **fields)
+    with pytest.raises(ValueError, match=message):
+        portable.OuroModel(config)
+
+
+# -- the folder
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("portable") / "ouro"
+    words = ["export", str(checkpoint(num_key_value_heads=2)), str(folder), "--portable"]
+    assert main([*words, "--turns", "6"]) == 0
+    return folder
+
+
+ALONE = """
+import json, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "stars_fast":
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Blocked())
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+)
+
+folder, saved, real = sys.argv[1], sys.argv[2], torch.tensor(json.loads(sys.argv[4]))
+ids = torch.tensor(json.loads(sys.argv[3]))
+options = {"trust_remote_code": True, "dtype": torch.float32}
+net = AutoModelForCausalLM.from_pretrained(folder, **options)
+net.save_pretrained(saved)  # its code goes along
+again = AutoModelForCausalLM.from_pretrained(saved, turns=3, **options)
+body = AutoModel.from_pretrained(folder, **options)
+how = {"attention_mask": real, "max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+with torch.no_grad():
+    print(json.dumps({
+        "classes": [type(x).__name__ for x in (net, body, net.config)],
+        "modules": sorted({type(x).__module__.split(".")[-1] for x in (net, body, net.config)}),
+        "turns": [net.config.total_ut_steps, again.config.turns],
+        "stops": net.generation_config.eos_token_id,
+        "text": AutoTokenizer.from_pretrained(folder, trust_remote_code=True)("3 + 4 =").input_ids,
+        "logits": net(ids, attention_mask=real).logits.tolist(),
+        "states": body(ids, attention_mask=real).last_hidden_state.tolist(),
+        "tokens": net.generate(ids, **how).tolist(),
+        "uncached": net.generate(ids, use_cache=False, **how).tolist(),
+        "three": again.generate(ids, **how).tolist(),
+        "ours": sorted(name for name in sys.modules if name.startswith("stars_fast")),
+    }))
+"""
+
+
+def alone(script, *words, cwd):
+    """What a script says in a fresh process, which finds no stars_fast, at last."""
+    hidden = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
+    run = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        cwd=cwd,
+        env=os.environ | hidden,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_the_folder_opens_where_this_package_is_not(exported, tmp_path):
+    ids, real = tokens(B, S), MASKS["left"]
+    words = (exported, tmp_path / "saved", json.dumps(ids.tolist()), json.dumps(real.tolist()))
+    said = alone(ALONE, *words, cwd=tmp_path)
+    native = OuroForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    out = native(ids, attention_mask=real)
+    seen = real.bool()
+    assert relative_error(torch.tensor(said["logits"])[seen], out.logits[seen]) <= SINGLE
+    states = native.model(ids, attention_mask=real).last_hidden_state
+    assert relative_error(torch.tensor(said["states"])[seen], states[seen]) <= SINGLE
+    made = greedy(native, ids, attention_mask=real).tolist()
+    assert [row[S:] for row in said["tokens"]] == [row[S:] for row in said["uncached"]] == made
+    three = greedy(native, ids, attention_mask=real, turns=3).tolist()
+    assert [row[S:] for row in said["three"]] == three != made
+    assert said["classes"] == ["OuroForCausalLM", "OuroModel", "OuroConfig"]
+    assert (said["modules"], said["ours"]) == ([CODE], [])
+    assert (said["turns"], said["stops"]) == ([6, 3], [2, 0])
+    assert said["text"] == AutoTokenizer.from_pretrained(checkpoint())("3 + 4 =").input_ids
+    assert (tmp_path / "saved" / f"{CODE}.py").exists()
+
+
+def test_the_folder_is_that_of_a_plain_export_with_code_beside_it(exported, tmp_path):
+    plain = export_run(checkpoint(num_key_value_heads=2), tmp_path / "plain", turns=6)
+    files = {path.name for path in exported.iterdir()}
+    assert files == {path.name for path in plain.iterdir()} | {f"{CODE}.py"}
+    config = json.loads((exported / "config.json").read_text())
+    assert config.pop("auto_map") == {
+        "AutoConfig": f"{CODE}.OuroConfig",
+        "AutoModel": f"{CODE}.OuroModel",
+        "AutoModelForCausalLM": f"{CODE}.OuroForCausalLM",
+    }
+    assert config == json.loads((plain / "config.json").read_text())
+    for name in files - {"config.json", f"{CODE}.py"}:
+        assert (exported / name).read_bytes() == (plain / name).read_bytes()
+    assert holds_code(exported, CODE)
+    assert not holds_code(plain, CODE)
+
+
+def test_here_the_folder_opens_as_the_native_model(exported):
+    """Its code is not run: neither by the package nor by the Auto classes that know it."""
+    assert family_of(exported).load(str(exported), None).config.total_ut_steps == 6
+    config = AutoConfig.from_pretrained(exported)
+    assert type(AutoModelForCausalLM.from_pretrained(exported)) is OuroForCausalLM
+    assert type(AutoModel.from_config(config)).__module__ == "stars_fast.models.ouro.model"
+
+
+def test_other_families_have_no_such_code(tmp_path, capsys):
+    net = LoopedLM(LoopedConfig(vocab_size=11, max_length=8, d_model=16, n_heads=2, d_ff=16))
+    family = family_named("looped_lm")
+    shape = {"beside": "", "dtype": None, "turns": None, "shard": "5GB"}
+    family.export(net, tmp_path / "looped", **shape)
+    assert main(["export", str(tmp_path / "looped"), str(tmp_path / "out"), "--portable"]) == 2
+    said = capsys.readouterr().err
+    assert "portable: expected False for a model of LoopedLM, got True" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_code_imports_pytorch_and_transformers_alone():
+    names = set()
+    for node in ast.walk(ast.parse(Path(portable.__file__).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.partition(".")[0])
+    assert names - sys.stdlib_module_names == {"torch", "transformers"}
