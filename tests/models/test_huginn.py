@@ -348,7 +348,7 @@ def test_mistakes_of_a_configuration_are_named(fields, message):
         config = HuginnConfig(
             n_embd=32, n_heads=4, vocab_size=300, layer_layout="llama", qk_bias=False, **fields
         )
-        with pytest.raises(ValueError, match=r"rope_parameters: expected rope_type .*'dynamic'"):
+        with pytest.raises(ValueError, match=r"rope_scaling: expected rope_type .*'dynamic'"):
             HuginnForCausalLM(config)
         return
     with pytest.raises((ValueError, TypeError), match=message):

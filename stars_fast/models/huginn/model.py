@@ -14,7 +14,6 @@ recpre/raven_modeling_minimal.py (https://github.com/seal-rg/recurrent-pretraini
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,10 +28,10 @@ from stars_fast.models.huginn.cache import HuginnCache
 from stars_fast.models.huginn.config import HuginnConfig, check_config
 from stars_fast.models.huginn.layers import FULL, LAYERS, HuginnAttention, HuginnRMSNorm
 from stars_fast.models.huginn.loading import TABLE, layout_of
+from stars_fast.models.huginn.rotary import HuginnRotary
 from stars_fast.models.huginn.state import fresh_seeds, noise_state
 from stars_fast.models.ouro.context import Context, make_context
 from stars_fast.models.ouro.loading import check_keys
-from stars_fast.models.ouro.rotary import Rotary
 from stars_fast.models.plain_linear import project
 
 _WHERE = ("subfolder", "revision", "cache_dir", "local_files_only", "token", "force_download")
@@ -132,7 +131,7 @@ class HuginnParts(HuginnPreTrainedModel):
                 "ln_f": HuginnRMSNorm(width, config.norm_eps),
             }
         )
-        self.rotary = _rotary(config)
+        self.rotary = HuginnRotary(config)
         self.gradient_checkpointing = False
 
     @property
@@ -241,10 +240,3 @@ class HuginnParts(HuginnPreTrainedModel):
     def recomputes(self) -> bool:
         """Whether the layers of turns are computed again in the backward pass."""
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-
-
-def _rotary(config: HuginnConfig) -> Rotary:
-    if config.layer_layout in ("llama", "olmo2"):
-        return Rotary(config)
-    rope = {"rope_type": "default", "rope_theta": config.rope_base}
-    return Rotary(SimpleNamespace(rope_parameters=rope, head_dim=config.head_dim))
