@@ -41,8 +41,8 @@ def evaluate(
     right, count = dict.fromkeys(turns, 0), 0
     try:
         for batch in first_batches(loop, sums, limit, batch_size):
-            e = loop.prelude(batch.tokens, batch.samples)
-            h, block = loop.first_state(e, batch.samples), loop.turn(e, batch.samples)
+            h, inputs = loop.begin(batch.tokens, batch.samples)
+            block = loop.turn(h, batch.samples, inputs)
             for turn in range(1, max(turns) + 1):
                 h = block(h)
                 if turn in right:
@@ -71,6 +71,6 @@ def first_batches(loop: Loop, sums: Source, limit: int, batch_size: int) -> Iter
 
 def exact(loop: Loop, h: Tensor, batch: MicroBatch) -> int:
     """How many sums of a batch are answered exactly from the state h [B, S, D]."""
-    guess = loop.logits(h, batch.samples).argmax(-1).flatten()[batch.positions]
+    guess = loop.logits(h).argmax(-1).flatten()[batch.positions]
     wrong = (batch.positions // h.shape[1])[guess != batch.labels]
     return len(batch.tokens) - len(wrong.unique())

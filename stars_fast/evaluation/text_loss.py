@@ -131,8 +131,8 @@ def _losses(loop: Loop, windows: Sequence[list[int]], pad: int, depths: Sequence
         index=0,
         real_tokens=len(places),
     )
-    e = loop.prelude(batch.tokens, batch.samples)
-    h, turn = loop.first_state(e, batch.samples), loop.turn(e, batch.samples)
+    h, inputs = loop.begin(batch.tokens, batch.samples)
+    turn = loop.turn(h, batch.samples, inputs)
     sums = []
     for done in range(1, max(depths) + 1):
         h = turn(h)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,23 @@ Turn = Callable[[Tensor], Tensor]
 gives a `Dual`."""
 
 
+class Start(NamedTuple):
+    """Before the first turn.
+
+    state: h^(0) [B, S, D].
+    inputs: [B, S, D], what every turn takes in besides the state; None where that is nothing.
+    """
+
+    state: Tensor
+    inputs: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Start:
+        """The same in another dtype."""
+        return Start(self.state.to(dtype), None if self.inputs is None else self.inputs.to(dtype))
+
+
 class Loop(ABC, nn.Module):
     """A looped model in its parts.
-
-        e = loop.prelude(tokens, samples)
-        h, turn = loop.first_state(e, samples), loop.turn(e, samples)
 
     model: it holds the weights.
     """
@@ -29,26 +42,24 @@ class Loop(ABC, nn.Module):
     model: nn.Module
 
     @abstractmethod
-    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
-        """Token ids [B, S] int64 of these samples -> the prelude's output e [B, S, D]."""
+    def prelude(self, tokens: Tensor) -> Tensor:
+        """Token ids [B, S] int64 -> [B, S, D], what comes before the turns."""
 
-    def first_state(self, e: Tensor, samples: Tokens) -> Tensor:
-        """h^(0) [B, S, D], the state before the first turn: e itself in most models."""
-        return e
-
-    @abstractmethod
-    def turn(self, e: Tensor, samples: Tokens) -> Turn:
-        """The turn for samples whose prelude gave `e`, for states of its shape, dtype and
-        device."""
-
-    @property
-    def injects(self) -> bool:
-        """Whether turns read values of e, besides the state."""
-        return False
+    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+        """Token ids [B, S] int64, whose samples these are -> the state before the first turn, by
+        default the prelude's output, and what every turn takes in besides it."""
+        return Start(self.prelude(tokens))
 
     @abstractmethod
-    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
-        """h [B, S, D] after the last turn of these samples -> logits [B, S, V]."""
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
+        """The turn for states of the shape, dtype and device of `h`, whose samples these are.
+
+        `inputs` are those of `begin`, of the same samples.
+        """
+
+    @abstractmethod
+    def logits(self, h: Tensor) -> Tensor:
+        """h [B, S, D] after the last turn -> logits [B, S, V]."""
 
     @abstractmethod
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:

@@ -19,10 +19,10 @@ class MapLoop(Loop):
         torch.manual_seed(0)
         self.model = nn.Embedding(50, width)
 
-    def prelude(self, tokens, samples):
+    def prelude(self, tokens):
         return self.model(tokens)
 
-    def turn(self, e, samples):
+    def turn(self, h, samples, inputs=None):
         return self.block
 
     def token_loss(self, h, batch, count):

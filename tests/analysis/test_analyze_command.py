@@ -115,12 +115,12 @@ def test_validation_data_is_cut_and_right_padding_changes_nothing(home):
     assert min(lengths) < max(lengths) <= 60
     ones = find_subject(str(home / "ouro"), Request(samples=4, length=60, batch=1)).batches
     loop = subject.load()
-    h = loop.turn(h0 := loop.prelude(batch.tokens, batch.samples), batch.samples)(h0)
+    h = loop.turn(h0 := loop.prelude(batch.tokens), batch.samples)(h0)
     for row, alone in enumerate(ones):
         real = alone.tokens.shape[1]
         assert real == lengths[row]
         assert torch.equal(batch.tokens[row, :real], alone.tokens[0])
-        h0 = loop.prelude(alone.tokens, alone.samples)
+        h0 = loop.prelude(alone.tokens)
         expected = loop.turn(h0, alone.samples)(h0)
         torch.testing.assert_close(h[row : row + 1, :real], expected)
     assert not loop.training

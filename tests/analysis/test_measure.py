@@ -73,7 +73,7 @@ def test_the_samples_of_all_batches_are_measured_in_their_order():
     assert found.trajectory.norm.shape == (41, 4)
     place = 0
     for batch in whole.batches:
-        h0 = whole.load().prelude(batch.tokens, batch.samples).detach()
+        h0 = whole.load().prelude(batch.tokens).detach()
         alone = trajectory(whole.load().block, h0, 40, mask=batch.samples.real)
         part = slice(place, place + len(h0))
         torch.testing.assert_close(found.trajectory.residual[:, part], alone.residual)
@@ -95,9 +95,7 @@ def test_the_samples_of_all_batches_are_measured_in_their_order():
 def test_the_loss_is_that_of_all_supervised_tokens():
     whole = subject(lambda h: 0.5 * h)
     found = measure(whole, PLAN)
-    states = [
-        whole.load().prelude(b.tokens, b.samples).flatten(0, 1)[b.positions] for b in whole.batches
-    ]
+    states = [whole.load().prelude(b.tokens).flatten(0, 1)[b.positions] for b in whole.batches]
     first = torch.cat(states).square().mean(1).mean().item()
     assert found.loss[1] == pytest.approx(first / 4)
     assert found.loss[3] == pytest.approx(first / 64)
@@ -112,9 +110,7 @@ def test_the_path_is_that_of_the_chosen_token(place, column):
     starts = []
     for batch, row in ends:
         real = batch.samples.real[row].nonzero().flatten()
-        starts.append(
-            whole.load().prelude(batch.tokens, batch.samples)[row, real[column]].detach().numpy()
-        )
+        starts.append(whole.load().prelude(batch.tokens)[row, real[column]].detach().numpy())
     paths = found.paths
     np.testing.assert_allclose(
         paths.points[:, 0], (np.stack(starts) - paths.origin) @ paths.axes.T, atol=1e-5
@@ -135,7 +131,7 @@ def test_samples_that_meet_have_no_spread():
     meets = measure(whole, PLAN)
     tokens = []
     for batch in whole.batches:
-        h0 = whole.load().prelude(batch.tokens, batch.samples).detach().double()
+        h0 = whole.load().prelude(batch.tokens).detach().double()
         tokens += [h[mask][mask.sum() // 2] for h, mask in zip(h0, batch.samples.real, strict=True)]
     start = torch.stack(tokens)
     for turn in range(10):

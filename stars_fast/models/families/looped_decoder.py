@@ -21,7 +21,7 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
-from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
+from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens, describe_tokens
 
@@ -89,34 +89,36 @@ class LoopedDecoderLoop(Loop):
         super().__init__()
         self.model: Any = model
 
-    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
+    def prelude(self, tokens: Tensor) -> Tensor:
+        return self._prelude(tokens, None)
+
+    def _prelude(self, tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         inner = self.model.model
-        context = inner.prepare(inner.like(tokens), cu_seqlens=samples.cu_seqlens)
+        context = inner.prepare(inner.like(tokens), cu_seqlens=cu_seqlens)
         return inner.prelude(inner.embed(tokens, context), context)
 
-    def first_state(self, e: Tensor, samples: Tokens) -> Tensor:
-        tokens = describe_tokens(e, cu_seqlens=samples.cu_seqlens)
-        return self.model.model.first_state(e, tokens.positions)
+    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+        e = self._prelude(tokens, samples.cu_seqlens)
+        positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
+        h = self.model.model.first_state(e, positions)
+        return Start(h, None if self.model.config.injection == "none" else e)
 
-    def turn(self, e: Tensor, samples: Tokens) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         inner = self.model.model
-        context = inner.prepare(e, cu_seqlens=samples.cu_seqlens, inputs=e)
+        context = inner.prepare(h, cu_seqlens=samples.cu_seqlens, inputs=inputs)
         return lambda x: inner.turn(x, context)
 
-    @property
-    def injects(self) -> bool:
-        return self.model.config.injection != "none"
-
-    def _read(self, h: Tensor, samples: Tokens) -> Tensor:
+    def _read(self, h: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         """The coda's output."""
         inner = self.model.model
-        return inner.coda(h, inner.prepare(h, cu_seqlens=samples.cu_seqlens))
+        return inner.coda(h, inner.prepare(h, cu_seqlens=cu_seqlens))
 
-    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
-        return self.model.logits(self._read(h, samples))
+    def logits(self, h: Tensor) -> Tensor:
+        """Of rows that are samples, not packed documents."""
+        return self.model.logits(self._read(h, None))
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        out = self._read(h, batch.samples)
+        out = self._read(h, batch.samples.cu_seqlens)
         if not self.model.head_is_linear:
             return token_loss(self.model.logits, out, batch.positions, batch.labels) / count
         rows = out.flatten(0, 1).index_select(0, batch.positions)

@@ -48,13 +48,13 @@ class LoopedLoop(Loop):
         super().__init__()
         self.model: LoopedLM = model
 
-    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
+    def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.prelude(tokens)
 
-    def turn(self, e: Tensor, samples: Tokens) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         return self.model.block
 
-    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
+    def logits(self, h: Tensor) -> Tensor:
         return self.model.head(self.model.coda(h))
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:

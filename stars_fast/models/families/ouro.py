@@ -67,15 +67,15 @@ class OuroLoop(Loop):
         super().__init__()
         self.model: Any = model
 
-    def prelude(self, tokens: Tensor, samples: Tokens) -> Tensor:
+    def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
-    def turn(self, e: Tensor, samples: Tokens) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         model = self.model.model
-        context = model.prepare(e, cu_seqlens=samples.cu_seqlens)
+        context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)
 
-    def logits(self, h: Tensor, samples: Tokens) -> Tensor:
+    def logits(self, h: Tensor) -> Tensor:
         return self.model.lm_head(h)
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:

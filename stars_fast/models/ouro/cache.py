@@ -32,10 +32,6 @@ class OuroCache(DynamicCache):
         self.turn_layers = layers
         self.turns = turns
 
-    def slot(self, turn: int, layer: int) -> int:
-        """The place of a layer of a turn among all slots."""
-        return turn * self.turn_layers + layer
-
     def bind(self, layers: int, turns: int, batch: int) -> None:
         """Take part in a call.
 
@@ -62,6 +58,10 @@ class OuroCache(DynamicCache):
         """Forget all tokens, and the number of turns."""
         self.layers.clear()
         self.turns = None
+
+    def slot(self, turn: int, layer: int) -> int:
+        """The slot of a layer in a turn."""
+        return turn * self.turn_layers + layer
 
     def append(
         self, k: Tensor, v: Tensor, turn: int, layer: int, rows: Tensor | None = None

@@ -13,7 +13,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.data.batches import micro_batch
 from stars_fast.data.documents import PaddedChats, TokenDocuments
 from stars_fast.models.export import export_run
-from stars_fast.models.families import families, family_of
+from stars_fast.models.families import checkpoint_config, families, family_of
 from stars_fast.models.lora import LoraConfig, adapt, adapted_layers, target_names
 from stars_fast.models.merge import merge
 from stars_fast.models.saved import find_model, load_model, load_tokenizer
@@ -25,6 +25,7 @@ pytest.importorskip("transformers")
 SMALL = {
     "looped_lm": {"d_model": 32, "n_heads": 2, "d_ff": 64, "tokenizer": "tiny"},
     "looped_decoder": {"path": "tiny", "width": 32, "depth": 3, "injection": "adapter"},
+    "huginn": {"path": "tiny", "width": 32, "layers": 2},
     "ouro": {"path": "tiny", "width": 32, "layers": 2},
 }
 """Of each family a section for a model that a test can train."""
@@ -36,9 +37,9 @@ source = find_model(sys.argv[1])
 loop = source.family.loop(load_model(source, torch.float64))
 tokens, logits = torch.load(sys.argv[2])
 samples = pickle.loads(bytes.fromhex(sys.argv[3]))
-e = loop.prelude(tokens, samples)
-turn, h = loop.turn(e, samples), loop.first_state(e, samples)
-found = loop.logits(turn(turn(h)), samples)
+h, inputs = loop.begin(tokens, samples)
+turn = loop.turn(h, samples, inputs)
+found = loop.logits(turn(turn(h)))
 assert torch.allclose(found, logits, rtol=1e-9, atol=1e-9), (found - logits).abs().max()
 """
 
@@ -79,11 +80,11 @@ def parts(run):
 
 
 def logits_of(loop, batch, turns):
-    e = loop.prelude(batch.tokens, batch.samples)
-    h, turn = loop.first_state(e, batch.samples), loop.turn(e, batch.samples)
+    h, inputs = loop.begin(batch.tokens, batch.samples)
+    turn = loop.turn(h, batch.samples, inputs)
     for _ in range(turns):
         h = turn(h)
-    return loop.logits(h, batch.samples)
+    return loop.logits(h)
 
 
 def test_a_section_has_defaults_and_says_what_it_means(family):
@@ -113,8 +114,8 @@ def test_its_turns_are_those_of_the_model(family, parts):
 
 def test_its_loss_is_that_of_its_logits(parts):
     loop, batch = parts
-    h = loop.prelude(batch.tokens, batch.samples)
-    rows = loop.logits(h, batch.samples).flatten(0, 1)[batch.positions]
+    h = loop.prelude(batch.tokens)
+    rows = loop.logits(h).flatten(0, 1)[batch.positions]
     expected = torch.nn.functional.cross_entropy(rows, batch.labels, reduction="sum")
     torch.testing.assert_close(loop.token_loss(h, batch, 3) * 3, expected)
     assert loop.vocabulary == rows.shape[1]
@@ -122,8 +123,9 @@ def test_its_loss_is_that_of_its_logits(parts):
 
 def test_its_layers_hold_the_weights_of_a_turn(parts):
     loop, batch = parts
-    h = loop.prelude(batch.tokens, batch.samples).detach()
-    loop.turn(h, batch.samples)(h).square().sum().backward()
+    h, inputs = loop.begin(batch.tokens, batch.samples)
+    h, inputs = h.detach(), None if inputs is None else inputs.detach()
+    loop.turn(h, batch.samples, inputs)(h).square().sum().backward()
     held = {id(p) for layer in loop.layers for p in layer.parameters()}
     moved = {id(p) for p in loop.model.parameters() if p.grad is not None}
     assert held & moved
@@ -157,7 +159,7 @@ def test_an_export_is_the_same_model(run, parts, tmp_path):
     again = source.family.loop(load_model(source, torch.float64))
     assert torch.equal(logits_of(again, batch, 2), logits_of(loop, batch, 2))
     assert load_tokenizer(source).get_vocab() == load_tokenizer(find_model(run)).get_vocab()
-    assert source.family.turns_of({"total_ut_steps": 3, "turns": 3}) == 3
+    assert source.family.turns_of(checkpoint_config(out)) == 3
 
 
 @pytest.mark.slow

@@ -52,25 +52,6 @@ def test_loss_penalty_and_gradient_of_packed_and_padded_agree(step_of, name, loo
     assert relative_error(one[2], two[2]) < 1e-9
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("detach", [False, True])
-def test_a_detached_penalty_reaches_the_block_alone(step_of, loop, detach):
-    step_loss = step_of("qwen3", loop, penalty={"detach": detach})
-    packed, _ = both_batches()
-    micro = MicroStep(step_loss.loop, packed, step_loss.config, 0)
-    _, value = step_loss.penalty.compute(micro, micro.turns(TURNS))
-    inner = step_loss.loop.model.model
-    of = {
-        part: torch.autograd.grad(
-            value, list(getattr(inner, part).parameters()), retain_graph=True, allow_unused=True
-        )
-        for part in ("prelude_layers", "block")
-    }
-    assert all(grad is not None and grad.abs().max() > 0 for grad in of["block"])
-    reached = any(grad is not None and grad.abs().max() > 0 for grad in of["prelude_layers"])
-    assert reached == (not detach)
-
-
 @pytest.mark.parametrize("at", ["next", "last"])
 def test_a_part_of_the_samples_has_its_own_inputs(step_of, at):
     """The mean over all draws of one sample is the penalty of all, and the output is whole."""

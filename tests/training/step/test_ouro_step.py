@@ -20,7 +20,7 @@ from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats, PaddedChats, next_tokens
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
-from stars_fast.training.step.micro_step import prelude_output
+from stars_fast.training.step.micro_step import begin
 from stars_fast.training.step.penalties import jacobian
 from stars_fast.training.step.train_step import StepLoss, StepPlan
 
@@ -98,7 +98,7 @@ def both_batches():
 
 
 def states(step_loss, batch, turns=TURNS):
-    h = prelude_output(step_loss.loop, batch, step_loss.config.precision)
+    h = begin(step_loss.loop, batch, step_loss.config.precision).state
     turn = step_loss.loop.turn(h, batch.samples)
     for _ in range(turns):
         h = turn(h)

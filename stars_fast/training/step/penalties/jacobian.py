@@ -103,8 +103,7 @@ class _Jacobian(Penalty):
     ) -> Any:
         """`fused_jsrr` at the last of the `states`, of the whole batch or of a part of it."""
         settings = self.config.penalty
-        h, v = states[-1], self.direction(states)
-        turn = micro.turn_of(part, settings.detach)
+        h, v, turn = states[-1], self.direction(states), micro.turn
         if settings.detach:
             h = h.detach()
         samples = micro.batch.samples
@@ -112,6 +111,7 @@ class _Jacobian(Penalty):
         if part is not None:
             samples, chosen = part.tokens, part.chosen
             h, v = part.cut(h), None if v is None else part.cut(v)
+            turn = micro.turn_of(part, h)
         if v is None:
             numbers = [micro.batch.first + i for i in chosen]
             v = sample_noise(h, samples, self.config.seed, micro.step, numbers)
@@ -138,7 +138,7 @@ class JacobianAtLast(_Jacobian):
             return out, penalty
         others = samples.subset(sorted(set(range(samples.count)) - set(part.chosen)))
         h = others.cut(states[-1])
-        h = micro.dual_turn(micro.turn_of(others, False))(h)
+        h = micro.dual_turn(micro.turn_of(others, h))(h)
         return put_together([(part, out), (others, h)], states[-1].shape), penalty
 
 
