@@ -300,6 +300,16 @@ def split_heads(x: Tensor, width: int, *, dual: bool = False) -> Tensor:
     return _heads(x, width)
 
 
+@_on_pairs(1, "stacked")
+def pairs_to_halves(x: Tensor, *, dual: bool = False) -> Tensor:
+    """x [..., D], D even, in another order: entries 0, 2, 4, ..., then 1, 3, 5, ...
+
+    It brings heads whose neighbouring entries belong together into the order of `rotary`, where
+    those D / 2 apart do. Of x's kind.
+    """
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 @_on_pairs(1, "stacked", by_rules=True)
 def linear_heads(
     x: Tensor,

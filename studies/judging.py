@@ -103,8 +103,8 @@ def _states(loop: Loop, batch: MicroBatch) -> dict[str, dict[int, float | None]]
         "settled": dict.fromkeys(RADIUS_TURNS, 0.0),
     }
     generator = torch.Generator(batch.tokens.device).manual_seed(0)
-    start = loop.prelude(batch.tokens)
-    block = loop.turn(start, batch.samples)
+    start, inputs = loop.begin(batch.tokens, batch.samples)
+    block = loop.turn(start, batch.samples, inputs)
     mask = batch.samples.real
     mask = None if mask is None else mask.to(start.device)
 

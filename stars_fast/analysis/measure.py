@@ -126,8 +126,8 @@ class _Batch:
     def run(self) -> Trajectory:
         self.say(f"{self.plan.turns} turns")
         with torch.no_grad():
-            h0 = self.loop.prelude(self.batch.tokens)
-            self.block = self.loop.turn(h0, self.batch.samples)
+            h0, self.inputs = self.loop.begin(self.batch.tokens, self.batch.samples)
+            self.block = self.loop.turn(h0, self.batch.samples, self.inputs)
         return trajectory(self.block, h0, self.plan.turns, mask=self.mask, visit=self._visit)
 
     def paths(self) -> np.ndarray:
@@ -174,9 +174,10 @@ class _Batch:
     def _arpack(self, turn: int, h: Tensor, sample: int) -> float:
         part = self.batch.samples.subset([sample])
         state = part.cut(h)
+        inputs = None if self.inputs is None else part.cut(self.inputs)
         try:
             radius = spectral_radius(
-                self.loop.turn(state, part.tokens),
+                self.loop.turn(state, part.tokens, inputs),
                 state,
                 mask=part.tokens.real,
                 method="arnoldi",

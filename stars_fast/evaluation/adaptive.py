@@ -53,11 +53,11 @@ def evaluate_adaptive(
         for tol in tols:
             right = taken = stuck = tokens = count = 0
             for batch in first_batches(loop, sums, limit, batch_size):
-                h = loop.prelude(batch.tokens)
+                h, inputs = loop.begin(batch.tokens, batch.samples)
                 everything = torch.ones(h.shape[:2], dtype=torch.bool)
                 real = everything if batch.samples.real is None else batch.samples.real
                 real = real.to(h.device)
-                block = loop.turn(h, batch.samples)
+                block = loop.turn(h, batch.samples, inputs)
                 h, turns = turns_until_rest(block, h, limit_turns, tol, per, real)
                 taken_here = turns[real]
                 right += exact(loop, h, batch)

@@ -41,8 +41,8 @@ def evaluate(
     right, count = dict.fromkeys(turns, 0), 0
     try:
         for batch in first_batches(loop, sums, limit, batch_size):
-            h = loop.prelude(batch.tokens)
-            block = loop.turn(h, batch.samples)
+            h, inputs = loop.begin(batch.tokens, batch.samples)
+            block = loop.turn(h, batch.samples, inputs)
             for turn in range(1, max(turns) + 1):
                 h = block(h)
                 if turn in right:

@@ -93,6 +93,23 @@ class OuroTurn(LoopedBlock):
         return self._model[0].turn(h, context)
 
 
+class HuginnTurn(LoopedBlock):
+    """Huginn of this package: the adapter mixes the input into the state, then the core layers."""
+
+    def __init__(self, model: Any, given: dict[str, Tensor | None]) -> None:
+        super().__init__(given)
+        # Only what a turn uses; the model itself would bring its other layers in.
+        self.adapter, self.core_block = model.part("adapter"), model.part("core_block")
+        self._model = (model,)
+
+    def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Tensor | None) -> Any:
+        inputs = _injected(inputs, like)
+        return inputs, self._model[0].prepare(like, **given)
+
+    def turn(self, h: Tensor, context: Any) -> Tensor:
+        return self._model[0].turn(h, *context)
+
+
 class DecoderStack(LoopedBlock):
     """Decoder layers of the transformers library's form, and the closing norm if it is part."""
 
@@ -199,14 +216,7 @@ class CoreBlock(LoopedBlock):
         refuse(_UNMASKED, cu_seqlens=given.get("cu_seqlens"))
         tokens = describe_tokens(like, **given)
         tokens.check_pads_last("Huginn")
-        if inputs is None:
-            raise ValueError(
-                "inputs: expected Huginn's injected input [B, S, D], the prelude's output, got None"
-            )
-        if inputs.shape != like.shape:
-            raise ValueError(
-                f"inputs: expected the shape of h {list(like.shape)}, got {list(inputs.shape)}"
-            )
+        inputs = _injected(inputs, like)
         table = self._holder[0].freqs_cis  # [1, longest, 1, ...], by position
         if like.shape[1] > table.shape[1]:
             raise ValueError(
@@ -220,7 +230,7 @@ class CoreBlock(LoopedBlock):
             "mask": None,
         }
         arguments = [{name: offered[name] for name in accepted} for accepted in self.accepted]
-        return inputs.to(like.device), arguments
+        return inputs, arguments
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
         inputs, arguments = context
@@ -248,6 +258,23 @@ class Chain(LoopedBlock):
         for layer in self.layers:
             h = first_output(layer(h))
         return h
+
+
+def _injected(inputs: Tensor | None, like: Tensor) -> Tensor:
+    """Huginn's injected input, on the device of h.
+
+    Raises:
+        ValueError: there is none, or it has another shape.
+    """
+    if inputs is None:
+        raise ValueError(
+            "inputs: expected Huginn's injected input [B, S, D], the prelude's output, got None"
+        )
+    if inputs.shape != like.shape:
+        raise ValueError(
+            f"inputs: expected the shape of h {list(like.shape)}, got {list(inputs.shape)}"
+        )
+    return inputs.to(like.device)
 
 
 _STACK_ARGUMENTS = (

@@ -1,4 +1,4 @@
-"""How many turns each micro-batch gets: the clipped depth laws of the paper.
+"""How many turns each micro-batch gets: the clipped depth laws of the paper, and Huginn's.
 
 A depth is a pure function of (seed, step, micro-batch), so every rank draws the same one without
 talking to the others, and a resumed run repeats the same ones without saving a generator.
@@ -13,17 +13,18 @@ from scipy import special
 
 from stars_fast.base.checks import check_integer, check_types
 
-LAWS = ("lognormal", "poisson", "uniform", "fixed")
+LAWS = ("lognormal", "poisson", "poisson-lognormal", "uniform", "fixed")
 
 
 @dataclass(frozen=True)
 class DepthLaw:
     """A law of the number of turns, an integer in [low, high].
 
-    law: lognormal, poisson, uniform or fixed.
+    law: lognormal, poisson, poisson-lognormal, uniform or fixed.
     mu: of lognormal, mean of the logarithm.
-    sigma: of lognormal, standard deviation of the logarithm.
-    rate: of poisson, its mean before clipping.
+    sigma: of lognormal, standard deviation of the logarithm; of poisson-lognormal, that of the
+        rate's logarithm.
+    rate: of poisson, its mean before clipping; of poisson-lognormal, the mean of its rates.
     value: of fixed, the number of turns.
     low: smallest number of turns.
     high: largest number of turns.
@@ -34,7 +35,10 @@ class DepthLaw:
     "lognormal" is exp(mu + sigma z), z standard normal, rounded to the nearest integer and then
     clipped to [low, high]. (Rounding is what the published code does; mu 1.7, sigma 0.4, [1, 16]
     then has the mean of 5.92 turns that the paper states.) "poisson" is a Poisson draw clipped
-    likewise, "uniform" every integer from low to high alike, both included.
+    likewise, "uniform" every integer from low to high alike, both included. "poisson-lognormal" is
+    1 + a Poisson draw whose own rate is log-normal, exp(log rate - sigma^2 / 2 + sigma z), clipped
+    likewise: Huginn's (Geiping et al. 2025, https://arxiv.org/abs/2502.05171; there rate 32, sigma
+    0.5, no bounds).
 
     With `stratified` the micro-batches of one step get depths from different strata of the law,
     so that a step's mean depth varies less; each one alone still follows the law exactly.
@@ -91,6 +95,8 @@ class DepthLaw:
             below = special.ndtr((np.log(k + 0.5) - self.mu) / self.sigma)
         elif self.law == "poisson":
             below = special.pdtr(k, self.rate)
+        elif self.law == "poisson-lognormal":
+            below = self._poisson_lognormal(k)
         elif self.law == "uniform":
             below = (k - self.low + 1) / (self.high - self.low + 1)
         else:
@@ -98,6 +104,15 @@ class DepthLaw:
         below = np.where(k < self.low, 0.0, below)
         below[-1] = 1.0
         return below
+
+    def _poisson_lognormal(self, k: np.ndarray) -> np.ndarray:
+        """P(1 + Poisson(Lambda) <= k): its mean over Lambda, by the trapezoidal rule in z, which is
+        exact to rounding for what falls off as smoothly as this."""
+        z = np.linspace(-9.0, 9.0, 3601)
+        weights = np.exp(-(z**2) / 2)
+        rates = self.rate * np.exp(self.sigma * z - self.sigma**2 / 2)
+        below = special.pdtr(k[:, None] - 1, rates)
+        return np.where(k < 1, 0.0, below @ (weights / weights.sum()))
 
     def pmf(self, depth: int) -> float:
         """Probability of exactly `depth` turns, clipping included."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,21 @@ Turn = Callable[[Tensor], Tensor]
 gives a `Dual`."""
 
 
+class Start(NamedTuple):
+    """Before the first turn.
+
+    state: h^(0) [B, S, D].
+    inputs: [B, S, D], what every turn takes in besides the state; None where that is nothing.
+    """
+
+    state: Tensor
+    inputs: Tensor | None = None
+
+    def to(self, dtype: torch.dtype) -> Start:
+        """The same in another dtype."""
+        return Start(self.state.to(dtype), None if self.inputs is None else self.inputs.to(dtype))
+
+
 class Loop(ABC, nn.Module):
     """A looped model in its parts.
 
@@ -27,11 +43,19 @@ class Loop(ABC, nn.Module):
 
     @abstractmethod
     def prelude(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, S] int64 -> h^(0) [B, S, D]."""
+        """Token ids [B, S] int64 -> [B, S, D], what comes before the turns."""
+
+    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+        """Token ids [B, S] int64, whose samples these are -> the state before the first turn, by
+        default the prelude's output, and what every turn takes in besides it."""
+        return Start(self.prelude(tokens))
 
     @abstractmethod
-    def turn(self, h: Tensor, samples: Tokens) -> Turn:
-        """The turn for states of the shape, dtype and device of `h`, whose samples these are."""
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
+        """The turn for states of the shape, dtype and device of `h`, whose samples these are.
+
+        `inputs` are those of `begin`, of the same samples.
+        """
 
     @abstractmethod
     def logits(self, h: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from stars_fast.models.block_kinds import (
     Chain,
     CoreBlock,
     DecoderStack,
+    HuginnTurn,
     OuroTurn,
     chosen_layers,
     refuse,
@@ -47,8 +48,8 @@ def looped_block(
 
     What counts as the turn:
         Ouro (this package's, or loaded by remote code): all layers, then the closing norm.
-        Huginn: the adapter on (state, inputs), then the core block. Its layers take no mask, so
-            pads must stand on the right, and documents can't be packed.
+        Huginn: the adapter on (state, inputs), then the core block. Loaded by remote code, its
+            layers take no mask, so pads must stand on the right, and documents can't be packed.
         `LoopedLM`: its `block`.
         any decoder stack of transformers (Llama, Qwen, Mistral, Gemma, GPT-2, ...): all its layers,
             or those in `layers`; its closing norm belongs to the head and is left out unless
@@ -111,11 +112,15 @@ def looped_block(
 
     inside = list(_inside(model))
     config = next((m.config for m in inside if getattr(m, "config", None) is not None), None)
-    is_ouro = getattr(config, "model_type", None) == "ouro"
+    model_type = getattr(config, "model_type", None)
+    is_ouro, is_huginn = model_type == "ouro", model_type == "huginn_raven"
     for part in inside:
         if is_ouro and all(callable(getattr(part, name, None)) for name in ("prepare", "turn")):
             refuse("Ouro's own turn", layers=layers, norm=None if norm else norm)
             return OuroTurn(part, given)
+        if is_huginn and all(callable(getattr(part, name, None)) for name in ("prepare", "turn")):
+            refuse("Huginn's own turn", layers=layers, norm=norm or None)
+            return HuginnTurn(part, given)
         if hasattr(part, "core_block") and hasattr(part, "adapter"):
             refuse("Huginn's core block", layers=layers, norm=norm or None)
             return CoreBlock(part, _holder_of(inside, "freqs_cis"), config, given)

@@ -195,7 +195,8 @@ class RunConfig:
         if fixed is False and self.depth.law == "fixed":
             raise ConfigError(
                 f"method {self.method} draws the number of turns but depth.law is fixed; "
-                f"set depth.law to lognormal, poisson or uniform, or choose sft or jsrr"
+                f"set depth.law to lognormal, poisson, poisson-lognormal or uniform, or choose sft "
+                "or jsrr"
             )
         if self.optim.stochastic_rounding and self.precision != "bfloat16":
             raise ConfigError(

@@ -22,7 +22,7 @@ class MapLoop(Loop):
     def prelude(self, tokens):
         return self.model(tokens)
 
-    def turn(self, h, samples):
+    def turn(self, h, samples, inputs=None):
         return self.block
 
     def token_loss(self, h, batch, count):

@@ -113,7 +113,7 @@ def test_every_command_says_it(tmp_path, capsys, command, kind):
         if command in UNDERSTOOD:
             message = "adapter: the base model of the adapter: runs/a does not exist: expected"
         elif command == "eval":
-            message = "adapter is not a run folder: it has no config.yaml (an Ouro model is"
+            message = "adapter is not a run folder: it has no config.yaml"
     folder = str(write(tmp_path / kind, **files))
     (tmp_path / "a.txt").write_text("one")
     words = {

@@ -51,7 +51,7 @@ class LoopedLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.prelude(tokens)
 
-    def turn(self, h: Tensor, samples: Tokens) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         return self.model.block
 
     def logits(self, h: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ class OuroLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.model.embed_tokens(tokens)
 
-    def turn(self, h: Tensor, samples: Tokens) -> Turn:
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         model = self.model.model
         context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
         return lambda x: model.turn(x, context)

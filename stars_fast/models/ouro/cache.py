@@ -59,6 +59,10 @@ class OuroCache(DynamicCache):
         self.layers.clear()
         self.turns = None
 
+    def slot(self, turn: int, layer: int) -> int:
+        """The slot of a layer in a turn."""
+        return turn * self.turn_layers + layer
+
     def append(
         self, k: Tensor, v: Tensor, turn: int, layer: int, rows: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -75,7 +79,7 @@ class OuroCache(DynamicCache):
         if rows is not None:
             last = self._last(turn - 1, layer, k.shape[-2])
             k, v = (old.index_copy(0, rows, new) for old, new in zip(last, (k, v), strict=True))
-        keys, values = self.update(k, v, turn * self.turn_layers + layer)
+        keys, values = self.update(k, v, self.slot(turn, layer))
         return (keys, values) if rows is None else (keys[rows], values[rows])
 
     def repeat_from(self, turn: int, length: int) -> None:
@@ -85,10 +89,10 @@ class OuroCache(DynamicCache):
         for later in range(turn, self.turns):
             for layer in range(self.turn_layers):
                 last = self._last(turn - 1, layer, length)
-                self.update(*last, later * self.turn_layers + layer)
+                self.update(*last, self.slot(later, layer))
 
     def _last(self, turn: int, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        slot: Any = self.layers[turn * self.turn_layers + layer]
+        slot: Any = self.layers[self.slot(turn, layer)]
         return slot.keys[..., -length:, :], slot.values[..., -length:, :]
 
 

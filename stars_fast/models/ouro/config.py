@@ -120,7 +120,7 @@ class OuroConfig(PretrainedConfig):
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))
         self.gate = gate
-        self.rope_parameters = _rope(rope_parameters, rope_scaling, rope_theta)
+        self.rope_parameters = rotary_settings(rope_parameters, rope_scaling, rope_theta)
         check_config(self)
         kwargs.pop("auto_map", None)  # code beside a checkpoint, which is never run
         shared: dict[str, Any] = {
@@ -148,7 +148,7 @@ class OuroConfig(PretrainedConfig):
 
     @rope_scaling.setter
     def rope_scaling(self, scaling: dict[str, Any] | None) -> None:
-        self.rope_parameters = _rope(None, scaling, self.rope_theta)
+        self.rope_parameters = rotary_settings(None, scaling, self.rope_theta)
 
     def to_dict(self) -> dict[str, Any]:
         """With the rotary settings in both forms: `rope_parameters` for current readers,
@@ -159,10 +159,15 @@ class OuroConfig(PretrainedConfig):
         return values
 
 
-def _rope(
+def rotary_settings(
     parameters: dict[str, Any] | None, scaling: dict[str, Any] | None, theta: float | None
 ) -> dict[str, Any]:
-    """One form of the rotary settings; where both are given they must agree."""
+    """One form of the rotary settings, with rope_type and rope_theta; where `rope_parameters` and
+    `rope_scaling` are given both, they must agree.
+
+    Raises:
+        ValueError: they don't.
+    """
     forms = [dict(form) for form in (parameters, scaling) if form]
     for form in forms:
         form["rope_type"] = form.pop("type", None) or form.get("rope_type", "default")

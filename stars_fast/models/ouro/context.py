@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,7 +71,7 @@ class Context:
 
 
 def make_context(
-    config: OuroConfig,
+    windows: Mapping[str, int | None],
     rotary: Rotary,
     h: Tensor,
     *,
@@ -82,6 +83,7 @@ def make_context(
     """Check the arguments of a call and work out what its layers share.
 
     Args:
+        windows: by kind of layer, how many tokens a query sees at most; None for no bound.
         h: [B, S, D]; shape, dtype and device count.
         attention_mask: [B, past + S], 1 on real tokens. Without it all tokens are real.
         position_ids: [B or 1, S] integers. By default they count the real tokens. Where they fall
@@ -101,10 +103,11 @@ def make_context(
             "position_ids: expected positions that rise along a row with a cache, "
             "got packed documents"
         )
-    visible = {kind: visible_keys(tokens, window) for kind, window in _windows(config)}
+    visible = {kind: visible_keys(tokens, window) for kind, window in windows.items()}
     return Context(*rotary(tokens.positions, h.dtype), visible, tokens, cache=cache)
 
 
-def _windows(config: OuroConfig) -> list[tuple[str, int | None]]:
+def windows_of(config: OuroConfig) -> dict[str, int | None]:
+    """The kinds of layers that an Ouro has, with the window of each."""
     windows = {"full_attention": None, "sliding_attention": config.sliding_window}
-    return [(kind, windows[kind]) for kind in sorted(set(config.layer_types))]
+    return {kind: windows[kind] for kind in sorted(set(config.layer_types))}

@@ -26,9 +26,17 @@ def check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
     missing = [k for k in info["missing_keys"] if not (gate_may_miss and _GATE in k)]
     # A model without a head reads checkpoints that have one.
     unused = () if hasattr(model, "lm_head") else ("lm_head.weight",)
+    check_keys(source, missing, set(info["unexpected_keys"]).difference(unused), info)
+
+
+def check_keys(
+    source: str, missing: Iterable[str], unexpected: Iterable[str], info: dict[str, Any]
+) -> None:
+    """Raise ValueError where keys are missing, not expected or, by transformers' loading info, of
+    another shape."""
     problems = [
         _listed("are missing", missing),
-        _listed("are not expected", set(info["unexpected_keys"]).difference(unused)),
+        _listed("are not expected", unexpected),
         _listed("have another shape", (_shapes(each) for each in info["mismatched_keys"])),
     ]
     if any(problems):
@@ -59,12 +67,22 @@ def set_stop(model: Any, ends: Iterable[int] = ()) -> None:
     generation = getattr(model, "generation_config", None)  # a model without a head has none
     if generation is None:
         return
-    stops = _ids(generation.eos_token_id)
+    stops = stop_ids(generation)
     if generation.eos_token_id in (None, 0) and model.config.vocab_size > IM_END:
         stops = [IM_END, 0, *_ids(model.config.eos_token_id)]
-    united = list(dict.fromkeys([*stops, *ends]))
-    if united != _ids(generation.eos_token_id):
+    unite_stops(generation, [*stops, *ends])
+
+
+def unite_stops(generation: Any, stops: Iterable[int]) -> None:
+    """Let generation by these settings stop at `stops`, each said once, and nowhere else."""
+    united = list(dict.fromkeys(stops))
+    if united != stop_ids(generation):
         generation.eos_token_id = united
+
+
+def stop_ids(generation: Any) -> list[int]:
+    """The tokens at which generation by these settings stops."""
+    return _ids(generation.eos_token_id)
 
 
 def _ids(tokens: int | list[int] | None) -> list[int]:

@@ -17,7 +17,7 @@ from stars_fast.models.adaptive import AdaptiveDepth, Per
 from stars_fast.models.folders import check_folder
 from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
-from stars_fast.models.ouro.context import Context, make_context
+from stars_fast.models.ouro.context import Context, make_context, windows_of
 from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, turns_and_threshold
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
 from stars_fast.models.ouro.loading import check_loaded, set_stop
@@ -134,7 +134,7 @@ class OuroModel(OuroPreTrainedModel):
     ) -> Context:
         """The context of one call's turns; arguments and errors as `context.make_context`."""
         return make_context(
-            self.config,
+            windows_of(self.config),
             self.rotary,
             h,
             attention_mask=attention_mask,

@@ -103,7 +103,7 @@ def write_tiny_ouro(
     # The published bos and eos are token 0; a chat has to stop at the end of the message too.
     stops = {"bos_token_id": 0, "eos_token_id": [2, 0], "pad_token_id": 0}
     write_json(folder / "generation_config.json", stops)
-    _write_weights(folder, random_weights(shapes, seed, dtype), shards)
+    write_weights(folder, random_weights(shapes, seed, dtype), shards)
     write_tokenizer(folder, train_tokenizer(vocab_size), fields["max_position_embeddings"])
     for name in _CODE if remote_code else ():
         text = f'raise ImportError("{name}.py: code of a checkpoint must not be run")\n'
@@ -197,7 +197,8 @@ def _configuration(
     }
 
 
-def _write_weights(folder: Path, weights: dict[str, Tensor], shards: int) -> None:
+def write_weights(folder: Path, weights: dict[str, Tensor], shards: int) -> None:
+    """Write `model.safetensors`, or several files of them and an index."""
     from safetensors.torch import save_file
 
     keys = list(weights)

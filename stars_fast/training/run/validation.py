@@ -10,7 +10,7 @@ from torch import Tensor
 from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
 from stars_fast.models.loop import Loop
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.step.micro_step import first_state
+from stars_fast.training.step.micro_step import begin
 from stars_fast.training.step.train_step import StepLoss
 
 
@@ -63,8 +63,8 @@ def validation_losses(
 
 def losses_at(loop: Loop, batch: MicroBatch, precision: str, depths: Sequence[int]) -> Tensor:
     """[n]: summed cross entropy after each of the rising `depths`."""
-    h = first_state(loop, batch, precision)
-    turn = loop.turn(h, batch.samples)
+    h, inputs = begin(loop, batch, precision)
+    turn = loop.turn(h, batch.samples, inputs)
     found = []
     for done in range(1, max(depths) + 1):
         h = turn(h)

@@ -19,7 +19,7 @@ from stars_fast.training.scale.memory import (
     choose,
     measure_activations,
 )
-from stars_fast.training.step.micro_step import MicroStep, first_state
+from stars_fast.training.step.micro_step import MicroStep, begin
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.train_step import StepLoss, root_of
 from stars_fast.training.step.turns import by_layer
@@ -86,7 +86,7 @@ def measure(loop: Loop, batch: MicroBatch, config: RunConfig, dual: bool) -> Act
 
     return measure_activations(
         loop.model,
-        lambda: first_state(loop, batch, config.precision),
+        lambda: begin(loop, batch, config.precision).state,
         turn,
         lambda h: loop.token_loss(h, batch, 1),
         penalty if dual else None,

@@ -6,15 +6,16 @@ import torch
 from torch import Tensor
 
 from stars_fast.data.batches import MicroBatch
-from stars_fast.models.loop import Loop, Turn
+from stars_fast.models.loop import Loop, Start, Turn
+from stars_fast.tokens import Subset
 from stars_fast.training.step.settings import StepSettings
 from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_turn, run_turns
 
 
-def first_state(loop: Loop, batch: MicroBatch, precision: str) -> Tensor:
-    """h^(0) [B, S, D], in the dtype that the turns compute in."""
-    h = loop.prelude(batch.tokens)
-    return h.to(torch.bfloat16) if precision == "mixed" else h
+def begin(loop: Loop, batch: MicroBatch, precision: str) -> Start:
+    """h^(0) and the inputs of the turns, in the dtype that the turns compute in."""
+    start = loop.begin(batch.tokens, batch.samples)
+    return start.to(torch.bfloat16) if precision == "mixed" else start
 
 
 class MicroStep:
@@ -23,6 +24,7 @@ class MicroStep:
     Attributes:
         loop, batch, config, step, recompute: the arguments; `step` is the number of the step.
         first: h^(0) [B, S, D].
+        inputs: [B, S, D], what every turn takes in besides the state; None where that is nothing.
         turn: one turn of the whole batch.
     """
 
@@ -39,8 +41,8 @@ class MicroStep:
         self.config = config
         self.step = step
         self.recompute = recompute
-        self.first = first_state(loop, batch, config.precision)
-        self.turn = loop.turn(self.first, batch.samples)
+        self.first, self.inputs = begin(loop, batch, config.precision)
+        self.turn = loop.turn(self.first, batch.samples, self.inputs)
 
     def turns(self, number: int, run_later: int = 0) -> list[Tensor]:
         """The states [B, S, D] of the first `number` turns that are in the graph, h^(0) or later to
@@ -54,6 +56,11 @@ class MicroStep:
             self.recompute,
             by_layer(self.turn, self.loop.model) if self.recompute.turns else None,
         )
+
+    def turn_of(self, part: Subset, h: Tensor) -> Turn:
+        """One turn of some of the samples, whose state is h."""
+        inputs = None if self.inputs is None else part.cut(self.inputs)
+        return self.loop.turn(h, part.tokens, inputs)
 
     def dual_turn(self, turn: Turn) -> Turn:
         """`turn`, this batch's or one of a part of it, to take the Jacobian of; with its layers

@@ -13,7 +13,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.data.batches import micro_batch
 from stars_fast.data.documents import PaddedChats, TokenDocuments
 from stars_fast.models.export import export_run
-from stars_fast.models.families import families, family_of
+from stars_fast.models.families import checkpoint_config, families, family_of
 from stars_fast.models.lora import LoraConfig, adapt, adapted_layers, target_names
 from stars_fast.models.merge import merge
 from stars_fast.models.saved import find_model, load_model, load_tokenizer
@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 
 SMALL = {
     "looped_lm": {"d_model": 32, "n_heads": 2, "d_ff": 64, "tokenizer": "tiny"},
+    "huginn": {"path": "tiny", "width": 32, "layers": 2},
     "ouro": {"path": "tiny", "width": 32, "layers": 2},
 }
 """Of each family a section for a model that a test can train."""
@@ -34,8 +35,9 @@ from stars_fast.models.saved import find_model, load_model
 source = find_model(sys.argv[1])
 loop = source.family.loop(load_model(source, torch.float64))
 tokens, logits = torch.load(sys.argv[2])
-h = loop.prelude(tokens)
-turn = loop.turn(h, pickle.loads(bytes.fromhex(sys.argv[3])))
+samples = pickle.loads(bytes.fromhex(sys.argv[3]))
+h, inputs = loop.begin(tokens, samples)
+turn = loop.turn(h, samples, inputs)
 found = loop.logits(turn(turn(h)))
 assert torch.allclose(found, logits, rtol=1e-9, atol=1e-9), (found - logits).abs().max()
 """
@@ -77,8 +79,8 @@ def parts(run):
 
 
 def logits_of(loop, batch, turns):
-    h = loop.prelude(batch.tokens)
-    turn = loop.turn(h, batch.samples)
+    h, inputs = loop.begin(batch.tokens, batch.samples)
+    turn = loop.turn(h, batch.samples, inputs)
     for _ in range(turns):
         h = turn(h)
     return loop.logits(h)
@@ -120,8 +122,9 @@ def test_its_loss_is_that_of_its_logits(parts):
 
 def test_its_layers_hold_the_weights_of_a_turn(parts):
     loop, batch = parts
-    h = loop.prelude(batch.tokens).detach()
-    loop.turn(h, batch.samples)(h).square().sum().backward()
+    h, inputs = loop.begin(batch.tokens, batch.samples)
+    h, inputs = h.detach(), None if inputs is None else inputs.detach()
+    loop.turn(h, batch.samples, inputs)(h).square().sum().backward()
     held = {id(p) for layer in loop.layers for p in layer.parameters()}
     moved = {id(p) for p in loop.model.parameters() if p.grad is not None}
     assert held & moved
@@ -155,7 +158,7 @@ def test_an_export_is_the_same_model(run, parts, tmp_path):
     again = source.family.loop(load_model(source, torch.float64))
     assert torch.equal(logits_of(again, batch, 2), logits_of(loop, batch, 2))
     assert load_tokenizer(source).get_vocab() == load_tokenizer(find_model(run)).get_vocab()
-    assert source.family.turns_of({"total_ut_steps": 3, "turns": 3}) == 3
+    assert source.family.turns_of(checkpoint_config(out)) == 3
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ RUN = {
     "eval": {"turns": [1, 3]},
 }  # fmt: skip
 LOOPED = {"family": "looped_lm", "d_model": 32, "n_heads": 2, "d_ff": 64}
+HUGINN = {"family": "huginn", "path": "tiny", "width": 32, "layers": 1}
 OURO = {"family": "ouro", "path": "tiny", "width": 32, "layers": 1}
 SUMS = {"kind": "sums", "digits": 1, "train_samples": 60, "test_samples": 21}
 CHATS = {
@@ -39,6 +40,8 @@ TEXT = {"kind": "text", "length": 24, "validation": 4}
 PAIRS = {
     "looped_lm-chats": (LOOPED, {**CHATS, "packing": False}),
     "looped_lm-text": (LOOPED, TEXT),
+    "huginn-chats": (HUGINN, {**CHATS, "packing": False}),
+    "huginn-sums": (HUGINN, SUMS),
     "ouro-sums": (OURO, SUMS),
     "ouro-text": (OURO, TEXT),
 }

@@ -71,6 +71,7 @@ LOOKED_AT = {
     "parallel.shard": "of hsdp: refused with another kind",
     "parallel.reshard": "of fsdp and hsdp: refused with another kind",
     "parallel.offload": "of fsdp and hsdp: refused with another kind",
+    "lora.per_turn": "refused if true",
 }
 """Fields that a plain run need not read, and why."""
 
@@ -116,11 +117,13 @@ VARIANTS = (
         "optim": {"schedule": "wsd"},
         "memory": {"recompute": "layer"},
     },
+    {"method": "stars", "lora": {"rank": 2}},
     {"method": "stars", "depth": {"curriculum_steps": 2}, "train": {"steps": None, "epochs": 0.1}},
 )
 
 
 def test_every_setting_of_the_addition_task_is_read(tiny_in, tmp_path, reads):
+    pytest.importorskip("peft")
     Config = config_class("looped_lm", "sums")
     seen = reads(Config)
     for number, changes in enumerate(VARIANTS):
@@ -131,6 +134,7 @@ def test_every_setting_of_the_addition_task_is_read(tiny_in, tmp_path, reads):
 
 def test_every_setting_of_ouro_is_read(tmp_path, reads):
     pytest.importorskip("transformers")
+    pytest.importorskip("peft")
     from ouro_runs import ouro_run
 
     Config = config_class("ouro", "chats")

@@ -148,6 +148,6 @@ def test_tensorboard_drops_what_the_checkpoint_has_not_seen(opened, tmp_path):
 
 
 def test_unknown_names_are_refused(opened):
-    with pytest.raises(ValueError, match=f"among .*{TRACKERS[0]}.*got 'mlflow'"):
+    with pytest.raises(ValueError, match=f"names: expected some of .*{TRACKERS[0]}.*got 'mlflow'"):
         opened("tensorboard", "mlflow")
     assert opened() == []

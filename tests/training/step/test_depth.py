@@ -17,6 +17,8 @@ LAWS = {
     "lognormal-low-3": DepthLaw("lognormal", mu=1.0, sigma=0.8, low=3, high=6),
     "poisson-5": DepthLaw("poisson", rate=5.0, low=1, high=30),
     "poisson-10": DepthLaw("poisson", rate=10.0, low=1, high=30),
+    "huginn": DepthLaw("poisson-lognormal", rate=32.0, sigma=0.5, low=1, high=120),
+    "retrofitted-4": DepthLaw("poisson-lognormal", rate=4.0, sigma=0.5, low=2, high=12),
     "uniform-10": DepthLaw("uniform", low=1, high=10),
     "uniform-2-7": DepthLaw("uniform", low=2, high=7),
     "fixed": DepthLaw("fixed", value=4),
@@ -31,6 +33,9 @@ def drawn_directly(law, count):
         draws = np.round(np.exp(law.mu + law.sigma * rng.standard_normal(count)))
     elif law.law == "poisson":
         draws = rng.poisson(law.rate, count)
+    elif law.law == "poisson-lognormal":
+        mean = np.log(law.rate) - law.sigma**2 / 2
+        draws = rng.poisson(rng.lognormal(mean, law.sigma, count)) + 1
     elif law.law == "uniform":
         draws = rng.integers(law.low, law.high + 1, count)
     else:
@@ -67,6 +72,12 @@ def test_mean_is_the_mean_of_the_pmf(law):
 
 def test_the_papers_mean_depth():
     assert LAWS["ouro"].mean() == pytest.approx(5.92, abs=0.005)
+
+
+def test_huginns_mean_depth():
+    """That of 1 + Lambda where no bound cuts anything off."""
+    law = DepthLaw("poisson-lognormal", rate=32.0, sigma=0.5, low=1, high=1000)
+    assert law.mean() == pytest.approx(33, abs=1e-9)
 
 
 @each_law

@@ -20,7 +20,7 @@ from stars_fast.data import IGNORE
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats, PaddedChats, next_tokens
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
-from stars_fast.training.step.micro_step import first_state
+from stars_fast.training.step.micro_step import begin
 from stars_fast.training.step.penalties import jacobian
 from stars_fast.training.step.train_step import StepLoss, StepPlan
 
@@ -84,7 +84,7 @@ def share(step_loss, batch, weight=0.0, step=0):
 
 
 def states(step_loss, batch, turns=TURNS):
-    h = first_state(step_loss.loop, batch, step_loss.config.precision)
+    h = begin(step_loss.loop, batch, step_loss.config.precision).state
     turn = step_loss.loop.turn(h, batch.samples)
     for _ in range(turns):
         h = turn(h)

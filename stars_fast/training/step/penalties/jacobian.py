@@ -111,7 +111,7 @@ class _Jacobian(Penalty):
         if part is not None:
             samples, chosen = part.tokens, part.chosen
             h, v = part.cut(h), None if v is None else part.cut(v)
-            turn = micro.loop.turn(h, samples)
+            turn = micro.turn_of(part, h)
         if v is None:
             numbers = [micro.batch.first + i for i in chosen]
             v = sample_noise(h, samples, self.config.seed, micro.step, numbers)
@@ -138,7 +138,7 @@ class JacobianAtLast(_Jacobian):
             return out, penalty
         others = samples.subset(sorted(set(range(samples.count)) - set(part.chosen)))
         h = others.cut(states[-1])
-        h = micro.dual_turn(micro.loop.turn(h, others.tokens))(h)
+        h = micro.dual_turn(micro.turn_of(others, h))(h)
         return put_together([(part, out), (others, h)], states[-1].shape), penalty
 
 

@@ -1,0 +1,232 @@
+"""Huginn: depth-recurrent checkpoints, decoders retrofitted with recurrence, what is trained from
+them, and tiny models of random weights."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from stars_fast.base.checks import check_integer
+from stars_fast.base.errors import ConfigError
+from stars_fast.base.optional import need
+from stars_fast.base.run_folder import RunFolder
+from stars_fast.base.seeds import derive
+from stars_fast.data.batches import MicroBatch
+from stars_fast.models.families import Family
+from stars_fast.models.folders import check_exists, has_tokenizer
+from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
+from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+from stars_fast.tokens import Tokens
+
+TINY_MODEL = "tiny"
+"""The path that stands for a model which the package makes, with random weights."""
+
+_SHAPES = ("huginn", "llama", "tinyllama", "olmo2")
+
+
+@dataclass
+class HuginnSection:
+    """The Huginn to start from, or the decoder retrofitted with its recurrence.
+
+    family: huginn.
+    path: hub id or folder of a checkpoint in Huginn's layout, or tiny for one that the package
+        makes.
+    attention: of plain turns: sdpa, eager, flex_attention, or an installed kernel library by its
+        name in transformers, such as flash_attention_2. Turns with a tangent have their own.
+    shape: of a tiny model: huginn, or that of a retrofitted llama, tinyllama or olmo2.
+    width: hidden size of a tiny model.
+    layers: layers of a turn of a tiny model; its prelude and coda have one each.
+    """
+
+    family: Literal["huginn"] = "huginn"
+    path: str = "tomg-group-umd/huginn-0125"
+    attention: str = "sdpa"
+    shape: str = "huginn"
+    width: int = 64
+    layers: int = 2
+
+    def __post_init__(self) -> None:
+        if self.shape not in _SHAPES:
+            raise ValueError(f"shape: expected one of {', '.join(_SHAPES)}, got {self.shape!r}")
+        for name in ("width", "layers"):
+            check_integer(name, getattr(self, name), 1)
+        if self.width % 16:
+            raise ValueError(f"width: expected a multiple of 16, got {self.width}")
+
+
+class HuginnLoop(Loop):
+    """A `HuginnForCausalLM` in parts. Pads stand on the right, where causality hides them without a
+    mask."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model: Any = model
+
+    def prelude(self, tokens: Tensor) -> Tensor:
+        x = self.model.embed(tokens)
+        return self.model.prelude(x, self.model.prepare(x))
+
+    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+        """The initial state, which is noise, and the prelude's output, which all turns take in."""
+        x = self.model.embed(tokens)
+        context = self.model.prepare(x, cu_seqlens=samples.cu_seqlens)
+        inputs = self.model.prelude(x, context)
+        return Start(self.model.first_state(inputs, context), inputs)
+
+    def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
+        if inputs is None:
+            raise ValueError("inputs: expected those of begin, [B, S, D], got None")
+        model, context = self.model, self.model.prepare(h, cu_seqlens=samples.cu_seqlens)
+        return lambda x: model.turn(x, inputs, context)
+
+    def logits(self, h: Tensor) -> Tensor:
+        return self.model.read(h, self.model.prepare(h))
+
+    def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
+        out = self.model.coda(h, self.model.prepare(h, cu_seqlens=batch.samples.cu_seqlens))
+        rows = out.flatten(0, 1).index_select(0, batch.positions)
+        weight = self.model.lm_head.weight
+        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.config.padded_vocab_size
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.model.core_layers
+
+    def outside_block(self, supervised: float) -> float:
+        config = self.model.config
+        layers = matrix_weights(self.model.part("prelude"), self.model.part("coda"))
+        head = supervised * config.padded_vocab_size * config.n_embd
+        return (layers + head) / self._turn_weights()
+
+    def turn_flops(self, lengths: list[int]) -> float:
+        config = self.model.config
+        width = config.n_heads * config.head_dim
+        attention = 2 * len(self.layers) * width * sum(n * n for n in lengths)
+        return 2 * self._turn_weights() * sum(lengths) + attention
+
+    def _turn_weights(self) -> int:
+        return matrix_weights(self.model.part("adapter"), *self.layers)
+
+
+class HuginnFamily(Family):
+    title = "Huginn"
+    model_type = "huginn_raven"
+    section = HuginnSection
+    packs = True
+
+    def describe(self, section: HuginnSection) -> str:
+        return f"Huginn ({section.path})"
+
+    def turns_of(self, config: Mapping[str, Any]) -> int | None:
+        return int(config.get("mean_recurrence", 32))
+
+    def base(self, section: HuginnSection) -> str | None:
+        return None if section.path == TINY_MODEL else section.path
+
+    def start(self, section: HuginnSection, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Any]:
+        need("transformers", "Huginn models")
+        if section.path != TINY_MODEL:
+            return _start(section, section.path, dtype)
+        from stars_fast.models.huginn.tiny import write_tiny_huginn
+
+        with tempfile.TemporaryDirectory() as folder:
+            write_tiny_huginn(
+                folder,
+                shape=section.shape,
+                seed=derive(seed, "init") % 2**32,
+                n_embd=section.width,
+                intermediate_size=2 * section.width,
+                n_layers_in_recurrent_block=section.layers,
+            )
+            return _start(section, folder, dtype)
+
+    def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    def outline(self, run: RunFolder) -> nn.Module:
+        need("transformers", "Huginn models")
+        from stars_fast.models.huginn import HuginnConfig, HuginnForCausalLM
+
+        with torch.device("meta"):
+            model: Any = HuginnForCausalLM(HuginnConfig.from_pretrained(run.model))
+        model.to_empty(device="cpu")
+        model.tie_weights()  # the copy from the meta device has parted them
+        return model
+
+    def load(self, path: str, dtype: torch.dtype | None) -> nn.Module:
+        need("transformers", "Huginn models")
+        from stars_fast.models.huginn import HuginnForCausalLM
+
+        return HuginnForCausalLM.from_pretrained(path, dtype="auto" if dtype is None else dtype)
+
+    def loop(self, model: Any) -> HuginnLoop:
+        return HuginnLoop(model)
+
+    def export(
+        self,
+        model: Any,
+        folder: Path,
+        *,
+        beside: str,
+        dtype: torch.dtype | None,
+        turns: int | None,
+        shard: str,
+    ) -> None:
+        from transformers import GenerationConfig
+
+        from stars_fast.data.chat import end_ids
+        from stars_fast.models.huginn.config import check_config
+        from stars_fast.models.ouro.loading import stop_ids, unite_stops
+
+        if turns is not None:
+            model.config.mean_recurrence = turns
+            check_config(model.config)
+        if (Path(beside) / "generation_config.json").exists():
+            model.generation_config = GenerationConfig.from_pretrained(beside)
+        if has_tokenizer(beside):  # where training ends a message, other readers stop too
+            settings = model.generation_config
+            unite_stops(settings, [*stop_ids(settings), *end_ids(self.tokenizer(beside))])
+        model.to(dtype or model.config.dtype or torch.float32)
+        model.save_pretrained(folder, max_shard_size=shard)
+
+    def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
+        return model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            turns=turns,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+
+
+def _start(section: HuginnSection, path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
+    from transformers import AutoTokenizer
+
+    from stars_fast.models.huginn import HuginnForCausalLM
+
+    try:
+        check_exists(path)
+        model = HuginnForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=section.attention
+        )
+        return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path}, model.attention {section.attention}: {error}"
+        ) from error
+
+
+FAMILY = HuginnFamily()
