@@ -68,6 +68,7 @@ CHECKS, COPIES = ("__post_init__", "check_types"), ("dataclasses.py", "base/tree
 
 LOOKED_AT = {
     "description": "in the list of recipes",
+    "lora.per_turn": "only false",
     "parallel.shard": "of hsdp: refused with another kind",
     "parallel.reshard": "of fsdp and hsdp: refused with another kind",
     "parallel.offload": "of fsdp and hsdp: refused with another kind",
