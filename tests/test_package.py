@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -61,6 +62,7 @@ print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__module__)
 print(type(AutoModel.from_pretrained({str(tmp_path)!r})).__module__)
 print(type(AutoConfig.from_pretrained({str(tmp_path)!r})).__module__)
 """
+
     from stars_fast.models.ouro.tiny import write_tiny_ouro
 
     write_tiny_ouro(tmp_path, remote_code=False)
@@ -95,13 +97,20 @@ def test_readme_has_exactly_two_commands_for_a_fresh_machine():
 
 @pytest.mark.slow
 def test_readme_python_runs(tmp_path):
+    from decoder_models import decoder
+
+    from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
     from stars_fast.models.ouro.tiny import write_tiny_ouro
 
     tiny = str(write_tiny_ouro(tmp_path / "tiny", remote_code=False))
+    smol = tmp_path / "smol"
+    decoder("llama", torch.float32, num_hidden_layers=30).save_pretrained(smol)
+    write_tokenizer(smol, train_tokenizer(TINY_VOCABULARY), 256)
     examples = blocks("python")
     assert examples
     for code in examples:
         code = code.replace("ByteDance/Ouro-1.4B", tiny)
+        code = code.replace("HuggingFaceTB/SmolLM2-135M", str(smol))
         python("import torch\nblock, h = torch.nn.Linear(8, 8), torch.randn(2, 3, 8)\n" + code)
 
 

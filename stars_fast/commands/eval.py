@@ -114,7 +114,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     add("--out", metavar="DIR", help="folder for what is written (default: in the first DIR)")
 
-    ouro = parser.add_argument_group("Ouro models")
+    ouro = parser.add_argument_group("Ouro and looped decoders")
     add = ouro.add_argument
     add(
         "--batch-size", type=positive, metavar="N",

@@ -1,4 +1,5 @@
-"""Ouro as a model of lm-eval (EleutherAI's evaluation harness), with its turns as an argument.
+"""Ouro and looped decoders as models of lm-eval (EleutherAI's evaluation harness), with their
+turns as an argument.
 
 Importing this module registers it as `stars_fast`:
 
@@ -28,20 +29,24 @@ from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Recording  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
+from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
-from stars_fast.models.ouro.config import check_config  # noqa: E402
 from stars_fast.models.ouro.turn_count import TurnCount  # noqa: E402
+
+CLASSES: dict[str, Any] = {"ouro": OuroForCausalLM, "looped_decoder": LoopedDecoderForCausalLM}
+"""Models that are understood, by `model_type`."""
 
 
 @register_model("stars_fast")
 class StarsFastLM(Recording, HFLM):
-    """lm-eval's `HFLM` for Ouro.
+    """lm-eval's `HFLM` for Ouro and looped decoders.
 
     Generation ends at the end of a chat message as well as of the text, and each row of a batch by
     itself at the task's own stops.
 
     Args:
-        pretrained: hub id or folder of a checkpoint, or an `OuroForCausalLM`.
+        pretrained: hub id or folder of a checkpoint, or an `OuroForCausalLM` or
+            `LoopedDecoderForCausalLM`.
         turns: of the shared block; those of the checkpoint by default.
         tol: what changes by at most this in a turn, relative, takes no further turn; 0 for no such
             stop, by default the checkpoint's.
@@ -49,11 +54,11 @@ class StarsFastLM(Recording, HFLM):
         others: as `HFLM`'s: dtype, device, batch_size, max_length, ...
 
     Raises:
-        TypeError, ValueError: there is no such folder, the checkpoint is not whole or not Ouro's,
-            or an argument is out of range.
+        TypeError, ValueError: there is no such folder, the checkpoint is not whole or of no
+            known model, or an argument is out of range.
     """
 
-    AUTO_MODEL_CLASS = OuroForCausalLM
+    AUTO_MODEL_CLASS: Any = OuroForCausalLM
     batch_size_per_gpu: int | str
 
     def __init__(
@@ -64,15 +69,15 @@ class StarsFastLM(Recording, HFLM):
         tol_per: Per = "sequence",
         **others: Any,
     ) -> None:
-        if not isinstance(pretrained, (str, OuroForCausalLM)):
+        if not isinstance(pretrained, (str, *CLASSES.values())):
             raise TypeError(
-                "pretrained: expected a hub id, a folder or an OuroForCausalLM, got "
-                f"{type(pretrained).__name__}"
+                "pretrained: expected a hub id, a folder, an OuroForCausalLM or a "
+                f"LoopedDecoderForCausalLM, got {type(pretrained).__name__}"
             )
         if isinstance(pretrained, str):
             check_exists(pretrained)
             if not (Path(pretrained) / "config.json").exists():  # else it is checked when loaded
-                check_folder(pretrained)
+                check_folder(pretrained, tuple(CLASSES))
         if tol_per not in get_args(Per):
             raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {tol_per!r}")
         super().__init__(pretrained, backend="causal", **others)
@@ -87,11 +92,12 @@ class StarsFastLM(Recording, HFLM):
 
     def _get_config(self, pretrained: str, **given: Any) -> None:
         super()._get_config(pretrained, **given)
-        if self._config.model_type != "ouro":
+        if self._config.model_type not in CLASSES:
             raise ValueError(
-                "pretrained: expected an Ouro checkpoint (model_type ouro), got "
+                f"pretrained: expected a checkpoint with model_type {' or '.join(CLASSES)}, got "
                 f"{self._config.model_type!r} in {pretrained}; lm-eval's own models take others"
             )
+        self.AUTO_MODEL_CLASS = CLASSES[self._config.model_type]
 
     def share(self, accelerator: Any) -> None:
         """Evaluate together with the other processes of an `accelerate.Accelerator`, each of which
@@ -222,8 +228,4 @@ def set_turns(config: Any, turns: int | None, tol: float | None) -> None:
     Raises:
         TypeError, ValueError: a value out of range.
     """
-    if turns is not None:
-        config.total_ut_steps, config.early_exit_step = turns, None
-    if tol is not None:
-        config.convergence_tol = float(tol) or None
-    check_config(config)
+    config.set_depth(turns, tol)

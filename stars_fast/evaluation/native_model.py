@@ -1,4 +1,4 @@
-"""Ouro in this package's own model, loaded once for all numbers of turns."""
+"""A looped model of transformers in a class of this package, loaded once for all of its turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NATIVE_BATCH = 16
 
 
 class NativeModel:
-    """An Ouro of ours, loaded once, and only if a setting is not done yet."""
+    """A causal language model of a family, loaded once, and only if a setting is not done yet."""
 
     def __init__(self, source: ModelSource, options: SweepOptions) -> None:
         self.source, self.options = source, options

@@ -37,6 +37,11 @@ def run_sweep(options: SweepOptions) -> list[Result]:
     """
     _check(options)
     sources = [find_model(path, options.step).need_causal_lm("--tasks") for path in options.models]
+    if options.backend == "vllm" and (other := [s for s in sources if s.family.name != "ouro"]):
+        raise ConfigError(
+            f"--backend: expected native for {other[0].path}, a model of "
+            f"{other[0].family.title}: vLLM knows Ouro alone"
+        )
     names = labels_of({source.path: source.label for source in sources})
     tasks = open_tasks(options.tasks, options.data, options.cap, options.shots)
     out = Path(options.out) if options.out else default_out(options.models[0])

@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from stars_fast.base.checks import check_integer
-from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
+from stars_fast.data.batches import MicroBatch
+from stars_fast.models.families import loop_of
+from stars_fast.models.loop import Loop
+from stars_fast.tokens import Tokens
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def text_loss(
     configuration do not count here. The model is left in its own mode.
 
     Args:
-        model: an `OuroForCausalLM`, on any device.
+        model: a causal language model of any family, on any device.
         tokenizer: its tokenizer, with a begin or end token.
         texts: empty ones are left out.
         turns: numbers of turns, 1 or more; the result has them in this order.
@@ -84,11 +87,12 @@ def text_loss(
     windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
     depths = sorted(set(turns))
     sums = torch.zeros(len(depths), dtype=torch.float64)
+    loop = loop_of(model)
     was_training = model.training
     model.eval()
     try:
         for start in range(0, len(windows), batch_size):
-            sums += _losses(model, windows[start : start + batch_size], begin, depths)
+            sums += _losses(loop, windows[start : start + batch_size], begin, depths)
     finally:
         model.train(was_training)
     found = dict(zip(depths, (sums / tokens).tolist(), strict=True))
@@ -108,22 +112,30 @@ def _windows(
     return windows, size
 
 
-def _losses(model: Any, windows: Sequence[list[int]], pad: int, depths: Sequence[int]) -> Tensor:
+def _losses(loop: Loop, windows: Sequence[list[int]], pad: int, depths: Sequence[int]) -> Tensor:
     """[n] fp64 on the CPU: summed loss of a batch after each of the rising `depths`. Pads stand on
     the right, where causality hides them without a mask."""
+    device = next(loop.parameters()).device
     longest = max(map(len, windows))
     rows = torch.tensor([window + [pad] * (longest - len(window)) for window in windows])
     lengths = torch.tensor([len(window) for window in windows]).unsqueeze(1)
     places = (torch.arange(longest - 1) < lengths - 1).flatten().nonzero().squeeze(1)
-    labels = rows[:, 1:].flatten()[places].to(model.device)
-    places = places.to(model.device)
-    h = model.model.embed_tokens(rows[:, :-1].to(model.device))
-    context = model.model.prepare(h)
+    batch = MicroBatch(
+        tokens=rows[:, :-1].to(device),
+        positions=places.to(device),
+        labels=rows[:, 1:].flatten()[places].to(device),
+        samples=Tokens(len(rows), longest - 1),
+        first=0,
+        step_samples=len(rows),
+        step_micro_batches=1,
+        index=0,
+        real_tokens=len(places),
+    )
+    h, inputs = loop.begin(batch.tokens, batch.samples)
+    turn = loop.turn(h, batch.samples, inputs)
     sums = []
-    for turn in range(1, max(depths) + 1):
-        h = model.model.turn(h, context)
-        if turn in depths:
-            read = h.flatten(0, 1).index_select(0, places)
-            nll = linear_cross_entropy(read, model.lm_head.weight, labels, ignore_index=None).nll
-            sums.append(nll.double().sum())
+    for done in range(1, max(depths) + 1):
+        h = turn(h)
+        if done in depths:
+            sums.append(loop.token_loss(h, batch, 1).double())
     return torch.stack(sums).cpu()

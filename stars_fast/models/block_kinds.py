@@ -13,7 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.dual.dual_pass import first_output
-from stars_fast.tokens import Tokens, describe_tokens
+from stars_fast.models.decoder_layers import (
+    DecoderLayers,
+    accepted,
+    closing_norm,
+    is_needed,
+    run_layers,
+)
+from stars_fast.tokens import describe_tokens
 
 OPTIONS = ("attention_mask", "position_ids", "cu_seqlens", "inputs")
 
@@ -93,6 +100,35 @@ class OuroTurn(LoopedBlock):
         return self._model[0].turn(h, context)
 
 
+class LoopedDecoderTurn(LoopedBlock):
+    """A turn of a looped decoder of this package."""
+
+    def __init__(self, model: Any, given: dict[str, Tensor | None]) -> None:
+        super().__init__(given)
+        # Only what a turn uses.
+        self.layers, self.adapter, self.norm = model.block, model.adapter, model.norm_between
+        self._model = (model,)
+        self._injects = model.config.injection != "none"
+        if not self._injects:
+            refuse("a looped decoder without injection", inputs=given["inputs"])
+
+    def made_of(self) -> tuple[Any, list[Tensor]]:
+        return self._model[0].made_of()
+
+    def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Any) -> Any:
+        if not self._injects:
+            refuse("a looped decoder without injection", inputs=inputs)
+        elif inputs is None or inputs.shape != like.shape:
+            raise ValueError(
+                f"inputs: expected the prelude's output, of h's shape {list(like.shape)}, got "
+                f"{None if inputs is None else list(inputs.shape)}"
+            )
+        return self._model[0].prepare(like, inputs=inputs, **given)
+
+    def turn(self, h: Tensor, context: Any) -> Tensor:
+        return self._model[0].turn(h, context)
+
+
 class HuginnTurn(LoopedBlock):
     """Huginn of this package: the adapter mixes the input into the state, then the core layers."""
 
@@ -124,65 +160,20 @@ class DecoderStack(LoopedBlock):
         refuse("a decoder stack", inputs=given["inputs"])
         super().__init__(given)
         self.layers = nn.ModuleList(layer for _, layer in layers)
-        self.norm = _closing_norm(stack) if norm else None
+        self.norm = getattr(stack, closing_norm(stack)) if norm else None
         self.rotary_emb = getattr(stack, "rotary_emb", None)
-        self.kinds = [_attention_kind(layer, i, config) for i, layer in layers]
-        self.accepted = [_accepted(layer, _STACK_ARGUMENTS) for layer in self.layers]
         self.config = config
-        _check_causal(self.layers, config)
+        self._calls = DecoderLayers(layers, config, self.rotary_emb)
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
-        names = ("_attn_implementation", "sliding_window")
-        tables = [] if self.rotary_emb is None else list(self.rotary_emb.buffers())
-        return [getattr(self.config, name, None) for name in names], tables
+        return self._calls.made_of()
 
     def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Any) -> Any:
         refuse("a decoder stack", inputs=inputs)
-        tokens = describe_tokens(like, **given)
-        shared = {
-            "position_ids": tokens.positions,
-            "cache_position": torch.arange(like.shape[1], device=like.device),
-            "use_cache": False,
-        }
-        kinds = {kind: self._per_kind(kind, like, tokens) for kind in set(self.kinds)}
-        for layer, kind, accepted in zip(self.layers, self.kinds, self.accepted, strict=True):
-            if kinds[kind]["attention_mask"] is not None and "attention_mask" not in accepted:
-                raise ValueError(
-                    f"model: expected layers that take attention_mask, which pads, documents and "
-                    f"windows need; {type(layer).__name__} doesn't"
-                )
-        return [
-            {name: value for name, value in {**shared, **kinds[kind]}.items() if name in accepted}
-            for kind, accepted in zip(self.kinds, self.accepted, strict=True)
-        ]
-
-    def _per_kind(self, kind: str, like: Tensor, tokens: Tokens) -> dict[str, Any]:
-        """Mask and rotary tables of the layers of one kind of attention."""
-        window = self.config.sliding_window if kind == "sliding_attention" else None
-        found: dict[str, Any] = {"attention_mask": self._mask(like, tokens, window)}
-        if self.rotary_emb is not None:
-            typed = "layer_type" in inspect.signature(self.rotary_emb.forward).parameters
-            with torch.no_grad():
-                found["position_embeddings"] = self.rotary_emb(
-                    like, tokens.positions, *([kind] if typed else [])
-                )
-        return found
-
-    def _mask(self, like: Tensor, tokens: Tokens, window: int | None) -> Tensor | None:
-        implementation = getattr(self.config, "_attn_implementation", None)
-        if implementation not in (None, "sdpa", "eager"):
-            raise ValueError(
-                "model: expected the attention implementation 'sdpa' or 'eager' (no other carries "
-                f"tangents), got {implementation!r}; see its set_attn_implementation"
-            )
-        if implementation == "eager":  # adds what it is given, and is not causal without
-            zero = torch.zeros((), dtype=like.dtype, device=like.device)
-            return torch.where(tokens.visible(window), zero, torch.finfo(like.dtype).min)
-        return None if tokens.is_causal(window) else tokens.visible(window)
+        return self._calls.arguments(like, describe_tokens(like, **given))
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
-        for layer, arguments in zip(self.layers, context, strict=True):
-            h = first_output(layer(h, **arguments))
+        h = run_layers(self.layers, h, context)
         return h if self.norm is None else self.norm(h)
 
 
@@ -207,7 +198,7 @@ class CoreBlock(LoopedBlock):
             )
         self.adapter, self.core_block = core.adapter, core.core_block
         self._holder = (holder,)
-        self.accepted = [_accepted(layer, _CORE_ARGUMENTS) for layer in self.core_block]
+        self.accepted = [accepted(layer, _CORE_ARGUMENTS) for layer in self.core_block]
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
         return None, [self._holder[0].freqs_cis]
@@ -229,7 +220,7 @@ class CoreBlock(LoopedBlock):
             "block_idx": 0,
             "mask": None,
         }
-        arguments = [{name: offered[name] for name in accepted} for accepted in self.accepted]
+        arguments = [{name: offered[name] for name in names} for names in self.accepted]
         return inputs, arguments
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
@@ -277,11 +268,6 @@ def _injected(inputs: Tensor | None, like: Tensor) -> Tensor:
     return inputs.to(like.device)
 
 
-_STACK_ARGUMENTS = (
-    "attention_mask position_ids position_embeddings cache_position use_cache".split()
-)
-# Layers of the transformers library hand these on to their attention if they don't name them.
-_HANDED_ON = {"attention_mask", "position_ids", "position_embeddings"}
 _CORE_ARGUMENTS = "freqs_cis step_idx block_idx mask".split()
 
 
@@ -289,57 +275,12 @@ def _check_map(layer: nn.Module) -> None:
     """Raise TypeError for a layer that needs more than a state, as a decoder's do."""
     for p in list(inspect.signature(layer.forward).parameters.values())[1:]:
         # transformers gives the tables of positions a default, but needs them.
-        if _is_needed(p) or p.name == "position_embeddings":
+        if is_needed(p) or p.name == "position_embeddings":
             raise TypeError(
                 f"model: expected a list of layers h -> h', but {type(layer).__name__} needs "
                 f"{p.name!r}; of a decoder, pass the model itself, and a slice of its layers as "
                 "`layers`"
             )
-
-
-def _is_needed(p: inspect.Parameter) -> bool:
-    return p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-
-
-def _accepted(layer: nn.Module, offered: Any) -> set[str]:
-    """Which of the offered arguments a layer takes besides the state.
-
-    Raises:
-        TypeError: it needs one that is not offered.
-    """
-    parameters = list(inspect.signature(layer.forward).parameters.values())
-    names = {p.name for p in parameters[1:]}
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        names |= _HANDED_ON
-    for p in parameters[1:]:
-        if _is_needed(p) and p.name not in offered:
-            raise TypeError(
-                f"model: expected layers that take h and {list(offered)}, but "
-                f"{type(layer).__name__} needs {p.name!r}"
-            )
-    return names & set(offered)
-
-
-def _attention_kind(layer: nn.Module, index: int, config: Any) -> str:
-    """full_attention or sliding_attention."""
-    kinds = getattr(config, "layer_types", None)
-    kind = getattr(layer, "attention_type", None) or (kinds[index] if kinds else None)
-    if kind is None:
-        slides = getattr(config, "use_sliding_window", True) is not False
-        window = getattr(config, "sliding_window", None)
-        kind = "sliding_attention" if slides and window else "full_attention"
-    if kind not in ("full_attention", "sliding_attention"):
-        raise ValueError(
-            f"model: expected layers of full_attention or sliding_attention, got {kind}"
-        )
-    return kind
-
-
-def _check_causal(layers: nn.ModuleList, config: Any) -> None:
-    both_ways = getattr(config, "use_bidirectional_attention", False)
-    causal = getattr(config, "is_causal", True) is not False and not both_ways
-    if not causal or any(getattr(m, "is_causal", True) is False for m in layers.modules()):
-        raise ValueError("model: expected causal attention, got attention in both directions")
 
 
 def chosen_layers(
@@ -353,16 +294,6 @@ def chosen_layers(
     if not chosen:
         raise ValueError(f"layers: expected some of the {count} layers, got none in {layers}")
     return chosen
-
-
-def _closing_norm(stack: Any) -> nn.Module:
-    for name in ("norm", "final_layernorm", "final_layer_norm", "ln_f"):
-        if isinstance(getattr(stack, name, None), nn.Module):
-            return getattr(stack, name)
-    raise TypeError(
-        "norm: expected the model to have norm, final_layernorm, final_layer_norm or ln_f, got "
-        f"{type(stack).__name__} without one"
-    )
 
 
 def refuse(what: str, **options: Any) -> None:

@@ -22,10 +22,12 @@ from stars_fast.models.block_kinds import (
     CoreBlock,
     DecoderStack,
     HuginnTurn,
+    LoopedDecoderTurn,
     OuroTurn,
     chosen_layers,
     refuse,
 )
+from stars_fast.models.decoder_layers import layer_list
 from stars_fast.models.loop_keys import norm_closes_turn
 
 # Where wrappers and heads keep the model inside.
@@ -50,6 +52,7 @@ def looped_block(
         Ouro (this package's, or loaded by remote code): all layers, then the closing norm.
         Huginn: the adapter on (state, inputs), then the core block. Loaded by remote code, its
             layers take no mask, so pads must stand on the right, and documents can't be packed.
+        a looped decoder (`LoopedDecoderForCausalLM`): injection, block, and its norm between turns.
         `LoopedLM`: its `block`.
         any decoder stack of transformers (Llama, Qwen, Mistral, Gemma, GPT-2, ...): all its layers,
             or those in `layers`; its closing norm belongs to the head and is left out unless
@@ -79,8 +82,9 @@ def looped_block(
             runs under a dense mask.
         cu_seqlens: [n + 1] bounds of documents packed in one row, h [1, total, D]: each sees
             itself alone. It goes with neither of the above. Hand it to `fused_jsrr` too.
-        inputs: [B, S, D], Huginn's injected input embeddings (the prelude's output). The Jacobian
-            is that in the state alone; the gradient of the loss reaches `inputs` unless detached.
+        inputs: [B, S, D], the injected input of Huginn and of looped decoders with an injection
+            (the prelude's output). The Jacobian is that in the state alone; the gradient of the
+            loss reaches `inputs` unless detached.
         norm: whether the closing norm ends the turn; by default for Ouro and Nanbeige only.
         layers: which layers of a decoder stack make up the block; all by default.
 
@@ -101,7 +105,7 @@ def looped_block(
         refuse("a list of layers", norm=norm, layers=layers, **given)
         return Chain(model)
     bare = _unwrapped(model)
-    if _is_looped_lm(bare):
+    if _is_looped_lm(bare) and not hasattr(bare, "takes_turns"):
         refuse("LoopedLM", norm=norm, layers=layers, **given)
         return bare.block
     if not _takes_tokens(bare):
@@ -115,6 +119,9 @@ def looped_block(
     model_type = getattr(config, "model_type", None)
     is_ouro, is_huginn = model_type == "ouro", model_type == "huginn_raven"
     for part in inside:
+        if getattr(part, "takes_turns", None) is True and model_type == "looped_decoder":
+            refuse("a looped decoder", layers=layers, norm=norm)
+            return LoopedDecoderTurn(part, given)
         if is_ouro and all(callable(getattr(part, name, None)) for name in ("prepare", "turn")):
             refuse("Ouro's own turn", layers=layers, norm=None if norm else norm)
             return OuroTurn(part, given)
@@ -125,14 +132,13 @@ def looped_block(
             refuse("Huginn's core block", layers=layers, norm=norm or None)
             return CoreBlock(part, _holder_of(inside, "freqs_cis"), config, given)
     for part in inside:
-        for name in ("layers", "h"):
-            stack = getattr(part, name, None)
-            if isinstance(stack, nn.ModuleList):
-                own = getattr(part, "config", config)
-                if norm is None or layers is None:  # nobody has said what a turn is
-                    closes = norm_closes_turn(own)
-                    norm = closes if norm is None else norm
-                return DecoderStack(part, chosen_layers(stack, own, layers), own, norm, given)
+        stack = layer_list(part)
+        if stack is not None:
+            own = getattr(part, "config", config)
+            if norm is None or layers is None:  # nobody has said what a turn is
+                closes = norm_closes_turn(own)
+                norm = closes if norm is None else norm
+            return DecoderStack(part, chosen_layers(stack, own, layers), own, norm, given)
     raise _unknown(model)
 
 

@@ -76,7 +76,7 @@ def test_wrong_arguments_are_named(checkpoint, tmp_path):
     from stars_fast.evaluation.lm_model import StarsFastLM
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match=r"pretrained: expected an Ouro checkpoint .* 'llama'"):
+    with pytest.raises(ValueError, match=r"expected a checkpoint with model_type .* 'llama'"):
         StarsFastLM(str(tmp_path), device="cpu")
     with pytest.raises(TypeError, match=r"pretrained: expected .* got Linear"):
         StarsFastLM(torch.nn.Linear(2, 2))

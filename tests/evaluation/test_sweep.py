@@ -360,7 +360,7 @@ def test_mistakes_are_named(checkpoint, rows, tmp_path, monkeypatch, capsys):
     for words, message in (
         (
             f"{other} --tasks svamp",
-            r"is no looped model: expected model_type looped_lm or ouro in its config",
+            r"expected model_type huginn_raven or looped_decoder or looped_lm or ouro in its",
         ),
         (f"{run} --tasks svamp", "is no run of an Ouro model"),
         (f"{tmp_path}/nothing --tasks svamp", "nothing does not exist: expected a run folder"),

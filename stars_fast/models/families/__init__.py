@@ -243,6 +243,19 @@ def checkpoint_config(path: str | Path) -> dict[str, Any]:
         raise ConfigError(not_loaded(path, error)) from error
 
 
+def loop_of(model: Any) -> Loop:
+    """A causal language model in parts, by the `model_type` of its configuration.
+
+    Raises:
+        TypeError: it is of no family.
+    """
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    for each in families().values():
+        if each.causal_lm and each.model_type == kind:
+            return each.loop(model)
+    raise TypeError(f"model: expected a causal language model that loops, got {kind!r}")
+
+
 def section_of(run: RunFolder) -> Any:
     """The section `model` of a run, of its family's dataclass.
 

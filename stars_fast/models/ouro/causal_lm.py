@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.adaptive import Per
-from stars_fast.models.ouro.cache import CACHE, OuroCache
+from stars_fast.models.ouro.cache import CACHE, OuroCache, give_cache
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.loading import drop_stale_weights, set_stop
 from stars_fast.models.ouro.losses import language_loss
@@ -129,7 +129,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         held: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         output = OuroCausalLMOutput(
             loss=loss,
-            logits=None if skip_logits else self.lm_head(_kept(h, logits_to_keep)),
+            logits=None if skip_logits else self.lm_head(kept_states(h, logits_to_keep)),
             hidden_states=outputs.hidden_states if output_hidden_states else None,
             turns=outputs.turns,
             **held,
@@ -140,24 +140,12 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Give `generate` a cache with a slot for each turn."""
-        for name in ("cache", "past_key_values"):  # by either name
-            if model_kwargs.get(name) is not None:
-                model_kwargs[CACHE] = model_kwargs.pop(name)
-        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
-            kind = generation_config.cache_implementation
-            if kind not in (None, "dynamic", "dynamic_full"):
-                raise ValueError(
-                    "cache_implementation: expected None or 'dynamic' for a looped model, "
-                    f"got {kind!r}"
-                )
-            model_kwargs[CACHE] = OuroCache(self.config.num_hidden_layers)
-            return None
-        return GenerationMixin._prepare_cache_for_generation(
-            cast(Any, self), generation_config, model_kwargs, *args, **kwargs
-        )
+        empty = OuroCache(self.config.num_hidden_layers)
+        return give_cache(self, empty, generation_config, model_kwargs, *args, **kwargs)
 
 
-def _kept(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+def kept_states(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The states [B, S', D] of h [B, S, D] whose logits are asked for."""
     if isinstance(logits_to_keep, Tensor):
         return h[:, logits_to_keep]
     return h[:, -logits_to_keep:] if logits_to_keep else h

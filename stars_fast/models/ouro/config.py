@@ -150,6 +150,18 @@ class OuroConfig(PretrainedConfig):
     def rope_scaling(self, scaling: dict[str, Any] | None) -> None:
         self.rope_parameters = rotary_settings(None, scaling, self.rope_theta)
 
+    def set_depth(self, turns: int | None, tol: float | None) -> None:
+        """Set how deep the model thinks; None leaves what is.
+
+        Raises:
+            TypeError, ValueError: a value out of range.
+        """
+        if turns is not None:
+            self.total_ut_steps, self.early_exit_step = turns, None
+        if tol is not None:
+            self.convergence_tol = float(tol) or None
+        check_config(self)
+
     def to_dict(self) -> dict[str, Any]:
         """With the rotary settings in both forms: `rope_parameters` for current readers,
         `rope_theta` and `rope_scaling` for older ones."""

@@ -10,20 +10,22 @@ from typing import Any
 # The end of a ChatML turn, `<|im_end|>`: the published tokenizers give it id 2, while eos, bos and
 # pad are all token 0.
 IM_END = 2
-_GATE = "early_exit_gate."
+GATE_KEYS = "early_exit_gate."
 
 
-def check_loaded(source: str, model: Any, info: dict[str, Any]) -> None:
+def check_loaded(
+    source: str, model: Any, info: dict[str, Any], may_miss: str | None = None
+) -> None:
     """Refuse a model whose weights did not all come from the checkpoint.
 
     Args:
         info: transformers' loading info: missing_keys, unexpected_keys, mismatched_keys.
+        may_miss: part of the keys that a checkpoint need not have.
 
     Raises:
         ValueError: keys are missing, not expected or of another shape.
     """
-    gate_may_miss = model.config.gate == "ignored"
-    missing = [k for k in info["missing_keys"] if not (gate_may_miss and _GATE in k)]
+    missing = [k for k in info["missing_keys"] if may_miss is None or may_miss not in k]
     # A model without a head reads checkpoints that have one.
     unused = () if hasattr(model, "lm_head") else ("lm_head.weight",)
     check_keys(source, missing, set(info["unexpected_keys"]).difference(unused), info)

@@ -20,7 +20,7 @@ from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context, windows_of
 from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, turns_and_threshold
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
-from stars_fast.models.ouro.loading import check_loaded, set_stop
+from stars_fast.models.ouro.loading import GATE_KEYS, check_loaded, set_stop
 from stars_fast.models.ouro.rotary import Rotary
 
 # What transformers passes along to any model, and has no meaning or no effect here.
@@ -78,7 +78,8 @@ class OuroPreTrainedModel(PreTrainedModel):
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
         model, info = loaded
-        check_loaded(str(pretrained_model_name_or_path), model, info)
+        may_miss = GATE_KEYS if model.config.gate == "ignored" else None
+        check_loaded(str(pretrained_model_name_or_path), model, info, may_miss)
         set_stop(model)
         model.base_model.set_gate(model.config.gate)  # loading makes new parameters
         return (model, info) if wants_info else model
@@ -100,6 +101,8 @@ class OuroModel(OuroPreTrainedModel):
 
     A turn is all layers and the closing norm; the next turn starts from the normed state.
     """
+
+    takes_turns = True
 
     def __init__(self, config: OuroConfig) -> None:
         check_config(config)  # again: settings may have been overridden since
@@ -299,9 +302,9 @@ class OuroModel(OuroPreTrainedModel):
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
 
 
-def check_arguments(kwargs: dict[str, Any]) -> None:
+def check_arguments(kwargs: dict[str, Any], what: str = "Ouro") -> None:
     """Raise TypeError, ValueError for arguments of a call that have no meaning here."""
     if unknown := sorted(set(kwargs) - _PASSED_ALONG):
-        raise TypeError(f"Ouro: unknown arguments {unknown}")
+        raise TypeError(f"{what}: unknown arguments {unknown}")
     if kwargs.get("output_attentions"):
         raise ValueError("output_attentions: expected False; the kernels keep no weights")

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stars_fast.models.ouro.model import OuroModel
-
 
 @dataclass
 class TurnCount:
@@ -45,7 +43,8 @@ def count_turns(model: nn.Module) -> Iterator[TurnCount]:
         print(count.per_token)
 
     Args:
-        model: an `OuroForCausalLM` or `OuroModel`, or a module that holds one.
+        model: an `OuroForCausalLM`, a `LoopedDecoderForCausalLM`, either without its head, or a
+            module that holds one.
     """
     count = TurnCount()
 
@@ -53,11 +52,11 @@ def count_turns(model: nn.Module) -> Iterator[TurnCount]:
         count.calls.append(output.turns)
         count.real.append(output.real)
 
-    inner = [module for module in model.modules() if isinstance(module, OuroModel)]
+    inner = [module for module in model.modules() if getattr(module, "takes_turns", None) is True]
     if len(inner) != 1:
         raise TypeError(
-            f"model: expected a module that holds one OuroModel, got {type(model).__name__} with "
-            f"{len(inner)}"
+            "model: expected a module that holds one OuroModel or LoopedDecoderModel, got "
+            f"{type(model).__name__} with {len(inner)}"
         )
     hook = inner[0].register_forward_hook(note)
     try:

@@ -18,7 +18,7 @@ CAP = 2048
 def kept_depth(model: Any) -> Iterator[None]:
     """Leave a model with the depth and in the mode that it had; inside it is in evaluation mode."""
     names = ("total_ut_steps", "early_exit_step", "convergence_tol")
-    before = {name: getattr(model.config, name) for name in names}
+    before = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
     was_training = model.training
     model.eval()
     try:
@@ -43,7 +43,8 @@ def run_tasks(
     `torch.autocast` that it is called in, if any.
 
     Args:
-        model: an `OuroForCausalLM`; it is left with its own number of turns, in its own mode.
+        model: a causal language model of a family; it is left with its own number of turns, in its
+            own mode.
         tokenizer: its tokenizer.
         tasks: as `benchmarks.open_tasks`.
         turns: numbers of turns.

@@ -24,6 +24,7 @@ pytest.importorskip("transformers")
 
 SMALL = {
     "looped_lm": {"d_model": 32, "n_heads": 2, "d_ff": 64, "tokenizer": "tiny"},
+    "looped_decoder": {"path": "tiny", "width": 32, "depth": 3, "injection": "adapter"},
     "huginn": {"path": "tiny", "width": 32, "layers": 2},
     "ouro": {"path": "tiny", "width": 32, "layers": 2},
 }

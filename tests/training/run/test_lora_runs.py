@@ -318,6 +318,7 @@ def test_options_that_do_not_fit(mixed, tmp_path, cache):
     for options, message in (
         ({"turns": 3}, "turns: expected none with adapter keep"),
         ({"dtype": torch.float32}, "dtype: expected none with adapter keep"),
+        ({"portable": True}, "portable: expected none with adapter keep"),
     ):
         with pytest.raises(ConfigError, match=message):
             export_run(mixed, tmp_path / "out", adapter="keep", **options)

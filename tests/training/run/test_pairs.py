@@ -132,7 +132,7 @@ def test_a_looped_lm_on_chats_is_analysed_and_exported(run_of, tmp_path):
             "eval.tasks: expected none with model.family looped_lm",
         ),
         (OURO, SUMS, {"parallel": {"kind": "fsdp"}}, "parallel.kind: expected auto or ddp"),
-        ({"family": "gpt9"}, SUMS, {}, "model.family: expected one of looped_lm, ouro, got 'gpt9'"),
+        ({"family": "gpt9"}, SUMS, {}, "one of huginn, looped_decoder, looped_lm, ouro, got"),
         (OURO, {"kind": "poems"}, {}, "data.kind: expected one of chats, sums, text, got 'poems'"),
         (OURO, {**TEXT, "source": "nowhere.txt"}, {}, "data.source: expected a text file or"),
     ],

@@ -71,7 +71,6 @@ LOOKED_AT = {
     "parallel.shard": "of hsdp: refused with another kind",
     "parallel.reshard": "of fsdp and hsdp: refused with another kind",
     "parallel.offload": "of fsdp and hsdp: refused with another kind",
-    "lora.per_turn": "refused if true",
 }
 """Fields that a plain run need not read, and why."""
 

@@ -83,6 +83,20 @@ def share(step_loss, batch, weight=0.0, step=0):
     return loss, parts, torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
 
+def both_batches():
+    """The documents packed, and padded in the same order."""
+    packed, chats = batch_of(True), Chats()
+    order = order_of(packed, chats)
+    chats.lengths = chats.lengths[order]
+    chats._documents = [chats._documents[i] for i in order]
+    padded = batch_of(False)
+    tokens, targets, samples = PaddedChats(chats, 0).batch(np.arange(4))
+    positions = (targets.flatten() != IGNORE).nonzero().squeeze(1)
+    return packed, padded.__class__(
+        tokens, positions, targets.flatten()[positions], samples, 0, 4, 1, 0, padded.real_tokens
+    )
+
+
 def states(step_loss, batch, turns=TURNS):
     h = begin(step_loss.loop, batch, step_loss.config.precision).state
     turn = step_loss.loop.turn(h, batch.samples)
@@ -126,18 +140,7 @@ def test_loss_penalty_and_gradient_of_packed_and_padded_agree(trained, changes):
     """The noise of a document follows its place in the batch: the padded batch is put in the order
     of the packed one."""
     step_loss = trained(method="jsrr", **changes)
-    packed = batch_of(True)
-    chats = Chats()
-    order = order_of(packed, chats)
-    chats.lengths = chats.lengths[order]
-    chats._documents = [chats._documents[i] for i in order]
-    source = PaddedChats(chats, 0)
-    padded = batch_of(False)
-    tokens, targets, samples = source.batch(np.arange(4))
-    positions = (targets.flatten() != IGNORE).nonzero().squeeze(1)
-    padded = padded.__class__(
-        tokens, positions, targets.flatten()[positions], samples, 0, 4, 1, 0, padded.real_tokens
-    )
+    packed, padded = both_batches()
     one, two = share(step_loss, packed, 0.1), share(step_loss, padded, 0.1)
     torch.testing.assert_close(one[0], two[0], rtol=1e-10, atol=0)
     torch.testing.assert_close(one[1], two[1], rtol=1e-6, atol=0)
