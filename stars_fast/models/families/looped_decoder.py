@@ -114,7 +114,7 @@ class LoopedDecoderLoop(Loop):
         return inner.coda(h, inner.prepare(h, cu_seqlens=cu_seqlens))
 
     def logits(self, h: Tensor) -> Tensor:
-        """Of rows that are samples, not packed documents."""
+        """The logits of rows that are samples, not packed documents."""
         return self.model.logits(self._read(h, None))
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
