@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,9 +45,12 @@ class Loop(ABC, nn.Module):
     def prelude(self, tokens: Tensor) -> Tensor:
         """Token ids [B, S] int64 -> [B, S, D], what comes before the turns."""
 
-    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+    def begin(self, tokens: Tensor, samples: Tokens, seeds: Sequence[int] | None = None) -> Start:
         """Token ids [B, S] int64, whose samples these are -> the state before the first turn, by
-        default the prelude's output, and what every turn takes in besides it."""
+        default the prelude's output, and what every turn takes in besides it.
+
+        In training `seeds` are those of the samples' noise, where the first state is noise.
+        """
         return Start(self.prelude(tokens))
 
     @abstractmethod

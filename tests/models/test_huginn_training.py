@@ -18,6 +18,7 @@ from stars_fast.models.huginn.tiny import SHAPES
 from stars_fast.training.config import config_from
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
+from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.train_step import StepLoss, StepPlan
 
 each_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -283,6 +284,26 @@ def test_packed_and_padded_documents_have_one_loss_and_gradient(shape, at, tmp_p
     torch.testing.assert_close(one, two, rtol=1e-6, atol=0)  # reported in fp32
     for a, b in zip(mine, theirs, strict=True):
         assert relative_error(a, b) <= 1e-9
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_training_the_noise_of_a_sample_does_not_depend_on_the_split(packed, tmp_path):
+    config = run_config(tmp_path)
+    loop = families()["huginn"].loop(model().train())
+    rows = as_documents(tokens(4, 8).numpy())
+    source = PackedChats(rows, 16, 0) if packed else PaddedChats(rows, 0)
+
+    def start(units, first, step=0):
+        batch = micro_batch(source, units, first=first)
+        return MicroStep(loop, batch, config, step).first.reshape(-1, 8, 32)
+
+    half = [0] if packed else [0, 1]
+    other = [1] if packed else [2, 3]
+    whole = start([*half, *other], 0)
+    parts = torch.cat((start(half, 0), start(other, 2)))
+    assert torch.equal(whole, parts)
+    assert not torch.isclose(whole, start([*half, *other], 0, step=1)).any()
+    assert all(not torch.isclose(whole[i], whole[j]).any() for i in range(4) for j in range(i))
 
 
 def as_documents(rows):

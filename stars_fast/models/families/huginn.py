@@ -4,7 +4,7 @@ them, and tiny models of random weights."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -72,12 +72,20 @@ class HuginnLoop(Loop):
         x = self.model.embed(tokens)
         return self.model.prelude(x, self.model.prepare(x))
 
-    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+    def begin(self, tokens: Tensor, samples: Tokens, seeds: Sequence[int] | None = None) -> Start:
         """The initial state, which is noise, and the prelude's output, which all turns take in."""
         x = self.model.embed(tokens)
         context = self.model.prepare(x, cu_seqlens=samples.cu_seqlens)
         inputs = self.model.prelude(x, context)
-        return Start(self.model.first_state(inputs, context), inputs)
+        seed = None
+        if seeds is not None and self.model.training:
+            seed = torch.tensor(seeds)
+            if samples.packed:
+                seed = seed.repeat_interleave(torch.tensor(samples.lengths)).unsqueeze(0)
+            else:
+                seed = seed.unsqueeze(1)
+            seed = seed.to(inputs.device, non_blocking=True)
+        return Start(self.model.first_state(inputs, context, seed), inputs)
 
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         if inputs is None:

@@ -4,7 +4,7 @@ from them, and tiny ones of random weights."""
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -97,7 +97,7 @@ class LoopedDecoderLoop(Loop):
         context = inner.prepare(inner.like(tokens), cu_seqlens=cu_seqlens)
         return inner.prelude(inner.embed(tokens, context), context)
 
-    def begin(self, tokens: Tensor, samples: Tokens) -> Start:
+    def begin(self, tokens: Tensor, samples: Tokens, seeds: Sequence[int] | None = None) -> Start:
         e = self._prelude(tokens, samples.cu_seqlens)
         positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
         h = self.model.model.first_state(e, positions)

@@ -181,7 +181,9 @@ class HuginnParts(HuginnPreTrainedModel):
             x = layer(x, context)
         return x
 
-    def first_state(self, inputs: Tensor, context: Context, seed: int | None = None) -> Tensor:
+    def first_state(
+        self, inputs: Tensor, context: Context, seed: Tensor | int | None = None
+    ) -> Tensor:
         """s_0 [B, S, D], before the first turn.
 
         Noise of the configuration's `state_seed` and each token's position in its document. In
@@ -189,7 +191,7 @@ class HuginnParts(HuginnPreTrainedModel):
 
         Args:
             inputs: e [B, S, D].
-            seed: of all rows, whatever the mode.
+            seed: of all tokens, or [B, 1 or S] int64, instead of these.
         """
         config, scales = self.config, self.config.init_values
         if config.initial_state_mode == "embed-init":

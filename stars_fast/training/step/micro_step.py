@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.models.loop import Loop, Start, Turn
 from stars_fast.tokens import Subset
@@ -12,9 +15,12 @@ from stars_fast.training.step.settings import StepSettings
 from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_turn, run_turns
 
 
-def begin(loop: Loop, batch: MicroBatch, precision: str) -> Start:
-    """h^(0) and the inputs of the turns, in the dtype that the turns compute in."""
-    start = loop.begin(batch.tokens, batch.samples)
+def begin(
+    loop: Loop, batch: MicroBatch, precision: str, seeds: Sequence[int] | None = None
+) -> Start:
+    """h^(0) and the inputs of the turns, in the dtype that the turns compute in; `seeds` as in
+    `Loop.begin`."""
+    start = loop.begin(batch.tokens, batch.samples, seeds)
     return start.to(torch.bfloat16) if precision == "mixed" else start
 
 
@@ -41,7 +47,10 @@ class MicroStep:
         self.config = config
         self.step = step
         self.recompute = recompute
-        self.first, self.inputs = begin(loop, batch, config.precision)
+        # By the samples' numbers, so that they do not depend on how the step is split.
+        numbers = range(batch.first, batch.first + batch.samples.count)
+        seeds = [derive(config.seed, "state", step, number) for number in numbers]
+        self.first, self.inputs = begin(loop, batch, config.precision, seeds)
         self.turn = loop.turn(self.first, batch.samples, self.inputs)
 
     def turns(self, number: int, run_later: int = 0) -> list[Tensor]:
