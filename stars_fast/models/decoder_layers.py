@@ -6,6 +6,7 @@ Shapes: B batch, S tokens, D model width.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -162,7 +163,7 @@ def _attention_kind(layer: nn.Module, index: int, config: Any) -> str:
     kinds = getattr(config, "layer_types", None)
     kind = getattr(layer, "attention_type", None) or (kinds[index] if kinds else None)
     if kind is None:
-        slides = getattr(config, "use_sliding_window", True) is not False
+        slides = getattr(config, "use_sliding_window", True) is not False and _reads_window(layer)
         window = getattr(config, "sliding_window", None)
         kind = "sliding_attention" if slides and window else "full_attention"
     if kind not in ("full_attention", "sliding_attention"):
@@ -170,6 +171,16 @@ def _attention_kind(layer: nn.Module, index: int, config: Any) -> str:
             f"model: expected layers of full_attention or sliding_attention, got {kind}"
         )
     return kind
+
+
+def _reads_window(layer: nn.Module) -> bool:
+    """Whether the code of a layer heeds `sliding_window`: that of transformers makes masks of it in
+    the same file (a Llama whose configuration has kept the key does not); of other code it is
+    assumed."""
+    file = type(layer).__module__
+    if not file.startswith("transformers."):
+        return True
+    return hasattr(sys.modules[file], "create_sliding_window_causal_mask")
 
 
 def _check_causal(layers: Sequence[nn.Module], config: Any) -> None:

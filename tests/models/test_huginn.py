@@ -286,6 +286,11 @@ def test_the_ways_to_say_how_many_turns():
         ({"num_steps": (0, 0)}, ValueError, r"num_steps: .*0"),
         ({"backprop_turns": 0}, ValueError, r"backprop_turns: .*0"),
         ({"tol": -1.0}, ValueError, r"tol: .*-1"),
+        (
+            {"turns": 4, "backprop_turns": 2, "tol": 0.5},
+            ValueError,
+            "expected all 4 turns",
+        ),
         ({"words": 1}, TypeError, r"Huginn: unknown arguments \['words'\]"),
         ({"output_attentions": True}, ValueError, "output_attentions: expected False"),
     ],

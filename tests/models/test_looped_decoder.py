@@ -13,6 +13,8 @@ import transformers
 from decoder_models import DECODERS, LAYERS, MORE, WIDTH, decoder, left_padded, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from stars_fast.models.families.looped_decoder import LoopedDecoderLoop
+from stars_fast.models.looped_block import looped_block
 from stars_fast.models.looped_decoder import (
     LoopedDecoderCache,
     LoopedDecoderConfig,
@@ -20,6 +22,7 @@ from stars_fast.models.looped_decoder import (
     LoopedDecoderModel,
     count_turns,
 )
+from stars_fast.tokens import Tokens
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SETTINGS = [
@@ -135,6 +138,16 @@ def test_the_loss_is_transformers():
     torch.testing.assert_close(found, plain(ids, labels=labels).loss)
 
 
+def test_a_router_s_loss_is_refused_rather_than_left_out():
+    model = LoopedDecoderForCausalLM.from_decoder(
+        decoder("olmoe", torch.float32, output_router_logits=True)
+    )
+    ids = tokens(1, 5)
+    assert model(ids, turns=1).logits.isfinite().all()
+    with pytest.raises(ValueError, match="output_router_logits: expected False with labels"):
+        model(ids, labels=ids, turns=1)
+
+
 # -- the cache
 
 
@@ -217,6 +230,35 @@ def test_noise_is_drawn_anew_in_training_alone():
     assert torch.equal(model(ids, turns=2).logits, model(ids, turns=2).logits)
     model.train()
     assert not torch.allclose(model(ids, turns=2).logits, model(ids, turns=2).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_neox"])
+def test_a_window_that_the_code_does_not_read_changes_nothing(name):
+    """As of a Mistral that was converted to Llama and has kept the key."""
+    original, ids = decoder(name, sliding_window=3), tokens(2, 12)
+    with torch.no_grad():
+        expected = original(ids).logits
+        found = LoopedDecoderForCausalLM.from_decoder(original)(ids, turns=1).logits
+        base = original.base_model
+        turn = looped_block(base, norm=True)(base.get_input_embeddings()(ids))
+        last = base(ids).last_hidden_state
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(turn, last)
+
+
+def test_noise_of_a_sample_follows_from_its_seed():
+    model = looped("llama", injection="add", state="noise", state_std=0.5).train()
+    loop = LoopedDecoderLoop(model)
+    ids = tokens(2, 5)
+    rows = loop.begin(ids, Tokens(2, 5), seeds=[3, 4])
+    again = loop.begin(ids, Tokens(2, 5), seeds=[3, 4])
+    alone = loop.begin(ids[1:], Tokens(1, 5), seeds=[4])
+    assert torch.equal(rows.state, again.state)
+    assert torch.equal(rows.state[1:], alone.state)
+    bounds = torch.tensor([0, 5, 10])
+    packed = loop.begin(ids.view(1, 10), Tokens(1, 10, cu_seqlens=bounds), seeds=[3, 4])
+    assert torch.equal(packed.state.view(2, 5, -1), rows.state)
+    assert not torch.equal(rows.state[0], rows.state[1])
 
 
 # -- training

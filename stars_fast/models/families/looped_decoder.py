@@ -101,6 +101,10 @@ class LoopedDecoderLoop(Loop):
         e = self._prelude(tokens, samples.cu_seqlens)
         positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
         h = self.model.model.first_state(e, positions)
+        if seeds is not None and self.model.training and self.model.config.state == "noise":
+            h, generator = torch.zeros_like(h), torch.Generator(device=h.device)
+            for seed, part in zip(seeds, samples.per_sample(h), strict=True):
+                part.normal_(std=self.model.config.state_std, generator=generator.manual_seed(seed))
         return Start(h, None if self.model.config.injection == "none" else e)
 
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:

@@ -158,7 +158,13 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
         h = self.first_state(e, context) if input_states is None else input_states
         if h.shape != e.shape:
             raise ValueError(f"input_states: expected {list(e.shape)}, got {list(h.shape)}")
-        depth = AdaptiveDepth(h, limit, config.convergence_tol if tol is None else tol, tol_per)
+        tol = config.convergence_tol if tol is None else tol
+        if torch.is_grad_enabled() and kept < limit and tol:
+            raise ValueError(
+                f"backprop_turns: expected all {limit} turns with tol={tol}, got {kept}: the last "
+                "turn of a row that rests early is not known before"
+            )
+        depth = AdaptiveDepth(h, limit, tol, tol_per)
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = [h]
         part, rows = context, depth.rows

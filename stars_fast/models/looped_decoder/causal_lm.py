@@ -188,6 +188,11 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
+            if getattr(self.config.decoder, "output_router_logits", False):
+                raise ValueError(
+                    "output_router_logits: expected False with labels, got True: the auxiliary "
+                    "loss of a router is not added here"
+                )
             head: Any = self.lm_head if self.head_is_linear else self.logits
             loss = language_loss(head, outputs, labels, num_items_in_batch)
         if skip_logits is None:
