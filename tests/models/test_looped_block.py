@@ -334,13 +334,14 @@ def test_a_window_counts_where_it_is_used(windowed):
     h, options = state(B, S, D), {"use_sliding_window": windowed, "sliding_window": 3}
     if windowed:
         options["max_window_layers"] = 1
-    model = transformers_model("qwen2", **options)
-    out = model(inputs_embeds=h, output_hidden_states=True, use_cache=False)
-    got = looped_block(model, norm=True)(h)
-    torch.testing.assert_close(got, out.hidden_states[-1], rtol=1e-9, atol=1e-9)
-    # A config without layer_types, as in older files.
-    alike = looped_block(llama_with(**options))(h)
-    assert torch.equal(alike, looped_block(llama_with())(h)) == (not windowed)
+    # Mistral's configuration has no layer_types.
+    mistral = transformers_model("mistral", sliding_window=3 if windowed else None)
+    for model in (transformers_model("qwen2", **options), mistral):
+        out = model(inputs_embeds=h, output_hidden_states=True, use_cache=False)
+        got = looped_block(model, norm=True)(h)
+        torch.testing.assert_close(got, out.hidden_states[-1], rtol=1e-9, atol=1e-9)
+    # Llama's code reads no window, whatever its configuration has kept.
+    assert torch.equal(looped_block(llama_with(**options))(h), looped_block(llama_with())(h))
 
 
 @pytest.mark.parametrize("name", MASKED)
