@@ -79,7 +79,7 @@ def transformers_model(name, attention="sdpa", **options):
     }[name]
     if name == "mistral":
         sizes["sliding_window"] = 3
-    return perturb(make[1](make[0](**sizes, **options)))
+    return perturb(make[1](make[0](**sizes | options)))
 
 
 def llama_with(**changes):
