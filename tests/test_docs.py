@@ -8,6 +8,7 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 
 import stars_fast
 
@@ -103,6 +104,19 @@ def test_python_examples(page, tmp_path, monkeypatch):
             if not tiny.exists():
                 write_tiny_ouro(tiny, remote_code=False)
             code = code.replace("ByteDance/Ouro-1.4B", str(tiny))
+        if "tomg-group-umd/huginn-0125" in code:
+            pytest.importorskip("transformers")
+            from stars_fast.models.huginn.tiny import write_tiny_huginn
+
+            tiny = write_tiny_huginn(tmp_path / "huginn")
+            code = code.replace("tomg-group-umd/huginn-0125", str(tiny))
+        if "TinyLlama" in code:
+            pytest.importorskip("transformers")
+            from decoder_models import decoder
+
+            tiny = tmp_path / "tinyllama"
+            decoder("llama", torch.float32, num_hidden_layers=22).save_pretrained(tiny)
+            code = re.sub(r"TinyLlama/[\w.-]+", str(tiny), code)
         if "ouro-stars" in code:
             pytest.importorskip("transformers")
             from stars_fast.models.export import export_run
