@@ -49,7 +49,10 @@ def penalty_by_hand(net, seen, seed):
         v = sample_noise(h, Tokens(1, len(ids), real), seed, 0, [number])
         assert not v[:, : len(ids) - new].any()
         v = v / v.norm()
-        turn = lambda s, h=h, v=v: net.model.turn(h + s * 1e-3 * v, net.model.prepare(h))  # noqa: E731
+
+        def turn(s, h=h, v=v):
+            return net.model.turn(h + s * 1e-3 * v, net.model.prepare(h))
+
         jv = (8 * (turn(1) - turn(-1)) - (turn(2) - turn(-2))) / 12e-3
         total = total + jv[real].square().sum() / len(rows)
     total.backward()
