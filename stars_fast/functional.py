@@ -210,6 +210,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dual: bool 
     Returns:
         [..., E], of x's kind.
     """
+    return _linear(x, weight, bias, dual)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dual: bool) -> Tensor:
+    """A bias is added to the primal alone."""
     if not dual or bias is None:
         return F.linear(x, weight, bias)
     return ops.add_bias(F.linear(x, weight), bias)
@@ -335,10 +340,7 @@ def linear_heads(
     Raises:
         ValueError: the shapes do not fit together.
     """
-    y = F.linear(x, weight) if dual else F.linear(x, weight, bias)
-    if dual and bias is not None:
-        y = ops.add_bias(y, bias)
-    y = _heads(y, width)
+    y = _heads(_linear(x, weight, bias, dual), width)
     if tables is None:
         return y
     if not dual:
@@ -352,10 +354,7 @@ def linear_of_heads(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dual: bool = False
 ) -> Tensor:
     """`linear(merge_heads(x), weight, bias)`: [B, H, S, D] -> [B, S, E], of x's kind."""
-    x = x.transpose(-3, -2).flatten(-2)
-    if not dual or bias is None:
-        return F.linear(x, weight, bias)
-    return ops.add_bias(F.linear(x, weight), bias)
+    return _linear(x.transpose(-3, -2).flatten(-2), weight, bias, dual)
 
 
 @_on_pairs(1, "stacked")

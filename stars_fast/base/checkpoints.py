@@ -163,7 +163,7 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     try:
         return torch.load(path / STATE, map_location="cpu", weights_only=True)
-    except Exception as error:  # as above
+    except Exception as error:  # a damaged pickle may raise anything
         raise damaged_checkpoint(path, error) from error
 
 

@@ -105,13 +105,17 @@ class Family(ABC):
             ConfigError: there is no such model.
         """
 
-    @abstractmethod
     def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
-        """Write what a run's checkpoints of weights lack to be a model.
+        """Write what a run's checkpoints of weights lack to be a model: of one of transformers its
+        configuration, that of generation and the tokenizer.
 
         Args:
             folder: `RunFolder.model`.
         """
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
 
     @abstractmethod
     def outline(self, run: RunFolder) -> nn.Module:

@@ -158,12 +158,6 @@ class HuginnFamily(Family):
             )
             return _start(section, folder, dtype)
 
-    def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-
     def outline(self, run: RunFolder) -> nn.Module:
         need("transformers", "Huginn models")
         from stars_fast.models.huginn import HuginnConfig, HuginnForCausalLM

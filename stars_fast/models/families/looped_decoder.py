@@ -99,13 +99,15 @@ class LoopedDecoderLoop(Loop):
 
     def begin(self, tokens: Tensor, samples: Tokens, seeds: Sequence[int] | None = None) -> Start:
         e = self._prelude(tokens, samples.cu_seqlens)
-        positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
-        h = self.model.model.first_state(e, positions)
-        if seeds is not None and self.model.training and self.model.config.state == "noise":
-            h, generator = torch.zeros_like(h), torch.Generator(device=h.device)
+        config = self.model.config
+        if seeds is not None and self.model.training and config.state == "noise":
+            h, generator = torch.zeros_like(e), torch.Generator(device=e.device)
             for seed, part in zip(seeds, samples.per_sample(h), strict=True):
-                part.normal_(std=self.model.config.state_std, generator=generator.manual_seed(seed))
-        return Start(h, None if self.model.config.injection == "none" else e)
+                part.normal_(std=config.state_std, generator=generator.manual_seed(seed))
+        else:
+            positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
+            h = self.model.model.first_state(e, positions)
+        return Start(h, None if config.injection == "none" else e)
 
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         inner = self.model.model
@@ -179,12 +181,6 @@ class LoopedDecoderFamily(Family):
         if section.path != TINY_MODEL:
             return _start(section, dtype)
         return _start_tiny(section, dtype, derive(seed, "init") % 2**32)
-
-    def keep(self, model: Any, tokenizer: Any, folder: Path) -> None:
-        model.config.save_pretrained(folder)
-        model.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
 
     def outline(self, run: RunFolder) -> nn.Module:
         """Tables that are no weights are made with the modules, so that this takes no short way
