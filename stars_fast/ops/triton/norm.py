@@ -198,13 +198,25 @@ def _backward_means(
 
 
 @triton.jit
-def _backward_moments(
+def moments(squares, products, s, sd, live, width, eps):
+    """r and c of the rows and the means of b n and of a n + b nd, from tiles whose rows sum to
+    those of x x, x xd, b x and a x + b xd: what r and c are needed for comes after the one
+    reduction."""
+    squares, products, s, sd = row_sums(squares, products, s, sd)
+    # Without eps the r of rows past the last is infinite.
+    r = tl.where(live, tl.rsqrt(squares / width + eps), 0.0)
+    c = r * r * products / width
+    s = r * s / width
+    return r, c, s, r * sd / width - c * s
+
+
+@triton.jit
+def backward_moments(
     x, x_pair, grad, grad_pair, weight, held, live, width, eps, mean, mean_dot,
     CENTRE: tl.constexpr, DUAL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """r and c of the rows and the means of b n and of a n + b nd, from sums of products of x, xd,
-    a and b as they are: what r and c are needed for comes after the one reduction."""
+    """The `moments` of the rows at the pointers x and grad."""
     squares = tl.zeros([ROWS, BLOCK], tl.float32)
     products = tl.zeros([ROWS, BLOCK], tl.float32)
     s = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -221,12 +233,7 @@ def _backward_moments(
         products += value * dot
         s += b * value
         sd += a * value + b * dot
-    squares, products, s, sd = row_sums(squares, products, s, sd)
-    # Without eps the r of rows past the last is infinite.
-    r = tl.where(live, tl.rsqrt(squares / width + eps), 0.0)
-    c = r * r * products / width
-    s = r * s / width
-    return r, c, s, r * sd / width - c * s
+    return moments(squares, products, s, sd, live, width, eps)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -256,7 +263,7 @@ def _backward(
                 x_at, x_pair, grad_at, grad_pair, weight, held, live, width,
                 DUAL, ROWS, BLOCK, WHOLE,
             )  # fmt: skip
-        r, c, s_mean, sd_mean = _backward_moments(
+        r, c, s_mean, sd_mean = backward_moments(
             x_at, x_pair, grad_at, grad_pair, weight, held, live, width, eps, mean, mean_dot,
             CENTRE, DUAL, ROWS, BLOCK, WHOLE,
         )  # fmt: skip
