@@ -365,6 +365,7 @@ class Trainer:
                 "same samples in the same order, but not bit for bit"
                 + ("" if config.train.micro_batch_size is None else ", nor at the same depths")
             )
+        notes += self.task.warnings()
         notes += self.penalty.warnings(self.size.micro_samples)
         notes += beyond_the_end(config)
         rounding = rounding_warning(

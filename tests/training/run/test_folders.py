@@ -72,6 +72,18 @@ def test_a_longer_schedule_says_what_it_does_to_the_learning_rate(tmp_path, monk
     assert "at 0.00025 rather than 0.000655, of 6 steps" in " ".join(capsys.readouterr())
 
 
+def test_a_batch_of_more_than_the_data_is_announced(run, capsys):
+    assert "is more than" not in capsys.readouterr().err
+    few = ["--train_samples", "5", "--out", "few"]
+    words = [word for word in SMALL if word not in ("--train_samples", "30")]
+    assert main(["train", "addition-quick", *words, *few]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "warning: train.batch_size (8) is more than the 5 1-digit sums to train on: a step takes "
+        "the same ones 1.6 times on average" in said
+    )
+
+
 @pytest.mark.parametrize("words", [["--steps", "1"], ["--epochs", "0.1"]])
 def test_fewer_steps_than_done_are_refused(run, capsys, words):
     assert main(["train", str(run), "--resume", *words]) == 2
