@@ -7,7 +7,7 @@ from stars_fast.base.unique_keys import parse_json, parse_yaml
     ("text", "message"),
     [
         ("train: {steps: 1}\nname: a\ntrain: {lr: 2}\n", "train is there twice, in line 1 and in"),
-        ("optim:\n  lr: 1\n  clip: 1\n  lr: 1\n", "optim.lr is there twice, in line 2 and in line 4"),
+        ("o:\n  lr: 1\n  clip: 1\n  lr: 1\n", "o.lr is there twice, in line 2 and in line 4"),
         ('a: 1\n"a": 2\n', "a is there twice, in line 1 and in line 2"),
         ("a: [{b: 1}, {c: 1,\n c: 2}]", "a.c is there twice, in line 1 and in line 2"),
         ("x: &x {a: 1}\ny:\n  <<: *x\n  <<: *x\n", "y.<< is there twice, in line 3 and in line 4"),

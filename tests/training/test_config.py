@@ -144,7 +144,9 @@ def test_a_task_on_the_command_line_is_not_the_recipes(tmp_path):
     config = load_config(str(path), ["--task", "ouro", "--data.source", "tiny-chat"])
     assert (config.model.family, config.data.kind) == ("ouro", "chats")
     words = ["--task", "ouro", "--family", "huginn", "--data.kind", "sums"]
-    with pytest.raises(ConfigError, match=r"task: expected none beside model\.family and data\.kind"):
+    with pytest.raises(
+        ConfigError, match=r"task: expected none beside model\.family and data\.kind"
+    ):
         load_config(str(path), words)
     path.write_text("task: ouro\nmethod: stars\nmodel: {family: huginn}\ndata: {kind: sums}\n")
     with pytest.raises(ConfigError, match=r"task: expected none beside"):
