@@ -424,7 +424,7 @@ class _Last:
 
 
 @contextmanager
-def _last_state(model: nn.Module, block: ModelTurn | DecoderStack) -> Iterator[_Last]:
+def _last_state(model: Any, block: ModelTurn | DecoderStack) -> Iterator[_Last]:
     """The state after the last turn of each run of the model.
 
     It is the output of the block's last module. What turns take in is among the output of their
