@@ -14,6 +14,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
 from stars_fast.training.config import RunConfig
+from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
 from stars_fast.training.run.deterministic import deterministic
@@ -168,8 +169,15 @@ class Trainer:
                 "another version of data.source"
             )
         self._load()
+        if self.step > train.total_steps:
+            raise ConfigError(
+                f"train.steps: expected at least the {self.step:,} steps that the run in "
+                f"{folder.path} has done, got {train.total_steps:,}"
+            )
         self.begins_again = resume and folder.config.exists() and not self.step
         self.notes: list[str] = []
+        if resume and folder.config.exists() and world.first:
+            self.notes += changed_settings(folder, given, self.step, len(task.data.source))
         if config.memory.recompute != "none":
             self.notes += fit_memory(
                 self.step_loss, loss, self.optimizer, self.batches, config, world
@@ -358,6 +366,7 @@ class Trainer:
                 "same samples in the same order, but not bit for bit"
                 + ("" if config.train.micro_batch_size is None else ", nor at the same depths")
             )
+        notes += self.task.warnings()
         notes += self.penalty.warnings(self.size.micro_samples)
         notes += beyond_the_end(config)
         rounding = rounding_warning(
