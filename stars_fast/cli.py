@@ -31,7 +31,7 @@ examples:
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
 """
 
-_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze"}
+_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze", "plan": "plan"}
 """Commands whose options are in a module of `stars_fast.commands`."""
 
 _OF_A_CLONE = {"study": "studies", "bench": "benchmarks"}
