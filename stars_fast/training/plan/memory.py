@@ -38,18 +38,18 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
     def turn(each: float) -> int:
         return round(shape.layers * each + state * (3 if shape.injection else 1))
 
-    rest = positions * d * size + state + shape.outside * layer
-    rest += 0 if config.lora.wanted else size * shape.head_weights
+    rest = positions * d * size + shape.outside * layer
+    rest += 0 if config.lora.wanted else (2 * size if cast else size) * shape.head_weights
     return Activations(
         state=round(state),
         turn=turn(layer),
         layer=round(layer + own),
         turn_selective=turn(layer - again),
         turn_by_layer=turn(state),
-        dual=2 * turn(layer) + round(3 * state),
+        dual=2 * turn(layer) + round(2 * state),
         dual_layer=round(2 * layer + own),
-        dual_selective=2 * turn(layer - again) + round(3 * state),
-        dual_by_layer=2 * turn(state) + round(3 * state),
+        dual_selective=2 * turn(layer - again) + round(2 * state),
+        dual_by_layer=2 * turn(state) + round(2 * state),
         rest=round(rest),
         shared=2 * shape.block_weights if cast else 0,
         copies=2 * shape.block_weights if cast else 0,

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 from stars_fast.training.plan.cards import Card, cards
 
+FULL = 2048
+"""Tokens at which the time beside attention's products was measured."""
+
 TILE = 128
 """Keys by which a causal kernel goes past the diagonal."""
 
@@ -64,8 +67,13 @@ def copy_rate(card: Card, rates: Rates) -> float:
 def attention_seconds(
     kind: str, lengths: list[float], width: int, card: Card, rates: Rates
 ) -> float:
-    """Seconds of causal attention over documents of these lengths, heads of `width` in all."""
+    """Seconds of causal attention over documents of these lengths, heads of `width` in all.
+
+    What it takes beside its products is that of a card that is not full: measured at 2,048 tokens,
+    less in proportion below that.
+    """
     pairs = sum(n * (n + TILE) / 2 for n in lengths)
     flops = PRODUCTS[kind] * 2 * pairs * width
     latency = rates.latency[kind] * cards()["H200"].bf16 / card.bf16
+    latency *= min(sum(lengths) / FULL, 1.0)
     return latency + flops / (rates.attention[kind] * card.bf16)

@@ -189,7 +189,7 @@ def has_published(run: Run) -> bool:
     """Whether there is a published way to run it: of Ouro, all weights trained."""
     penalty = penalty_of(run.config)
     known = penalty.needs_dual or not run.config.penalised
-    return run.shape.native and not run.config.lora.wanted and known
+    return run.config.model.family == "ouro" and not run.config.lora.wanted and known
 
 
 def published_way(run: Run, chances: list[tuple[int, float]], steps: int | None) -> Way:
