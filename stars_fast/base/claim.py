@@ -66,6 +66,7 @@ class Claim:
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
+        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         self.successor: str | None = None
         """Who has taken the folder meanwhile."""
         self._place = folder / FOLDER
@@ -93,6 +94,14 @@ class Claim:
         self._thread.join()
         with suppress(OSError):  # whoever comes next finds the process gone
             self._path.rename(self._path.with_name(self._path.name + _RELEASED))
+
+    def withdraw(self) -> None:
+        """Give the folder back as it was found: folders made for the claim go where empty."""
+        self.release()
+        with suppress(OSError):  # a folder that is not empty stays
+            self._path.with_name(self._path.name + _RELEASED).unlink()
+            for made in (self._place, *self._made):
+                made.rmdir()
 
     def _take(self, say: Callable[[str], None]) -> tuple[Path, Owner]:
         while True:

@@ -282,8 +282,11 @@ class Checkpoints:
         sync(self.folder)
         for number, old in sorted(checkpoints(self.folder).items())[: -self._keep or 0]:
             removing = self.folder / f"removing-{number:06d}"
-            old.rename(removing)
-            shutil.rmtree(removing)
+            try:
+                old.rename(removing)
+                shutil.rmtree(removing)
+            except OSError as error:  # the new one is whole all the same
+                self._say(f"warning: {old} could not be removed: {error.strerror}")
 
     def _check_claim(self) -> None:
         if self._claim is not None and not self._claim.check():
