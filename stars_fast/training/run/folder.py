@@ -109,7 +109,10 @@ def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | N
 
 
 def _went_past(run: RunFolder, step: int) -> bool:
-    """Whether the metrics go beyond `step`, the first checkpoint's; 0 is the end of the run."""
+    """Whether the metrics go beyond `step`, the first checkpoint's (0 is the end of the run), and
+    their folder is not there: where it is, empty, the saves had no room on the disk."""
+    if not run.results.exists() and run.checkpoints.is_dir():
+        return False
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
     return bool(rows) and (run.results.exists() or 0 < step < rows[-1]["step"])
 
