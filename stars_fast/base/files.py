@@ -82,12 +82,14 @@ def os_error(error: BaseException) -> OSError | None:
 
 
 def cant_write(path: Path, error: OSError) -> str:
-    """Why `path` can't be written to, for people, with the room that is left there."""
+    """Why `path` can't be written to, for people; of a full disk with the room that is left."""
+    reason = error.strerror or str(error)
+    if error.errno not in FULL:
+        return reason
     place = path
     while not place.exists() and place != place.parent:
         place = place.parent
-    free = shutil.disk_usage(place).free / 1e9
-    return f"{error.strerror or error} ({free:.2f} GB free at {place})"
+    return f"{reason} ({shutil.disk_usage(place).free / 1e9:.2f} GB free at {place})"
 
 
 def _place(byte: int, line: int) -> str:

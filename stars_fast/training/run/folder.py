@@ -169,7 +169,8 @@ def _claim(run: RunFolder, config: RunConfig, resume: bool) -> Claim:
 
 
 def open_run(run: RunFolder, config: RunConfig, world_size: int) -> None:
-    """Write the configuration, and note the start and its environment."""
+    """Create the folder, write the configuration, and note the start and its environment."""
+    run.path.mkdir(parents=True, exist_ok=True)
     save_config(config, run.config)
     note = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
