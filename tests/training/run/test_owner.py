@@ -3,7 +3,9 @@
 import time
 
 import pytest
+import torch
 
+from stars_fast.base.checkpoints import saved_tensors
 from stars_fast.base.claim import Claim
 from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
@@ -117,3 +119,57 @@ def test_a_run_whose_folder_was_taken_stops_and_saves_nothing(tiny, monkeypatch)
     ):
         train(tiny(train={"save_every": 2}))
     assert names(run.checkpoints) == ["step-000002"]
+
+
+@pytest.mark.slow
+def test_all_processes_are_told_of_the_first_run(tiny, tmp_path, held, launch, capfd):
+    save_config(tiny(), tmp_path / "recipe.yaml")
+    command = ["-m", "stars_fast.cli", "train", str(tmp_path / "recipe.yaml")]
+    assert launch(command, processes=2) == [2, 2]
+    told = f"stars-fast: {tmp_path / 'run'} belongs to {held._owner}, which is at work there"
+    assert capfd.readouterr().err.count(told) == 2
+
+
+def test_a_run_that_is_at_work_can_be_read(tiny, tmp_path):
+    config = tiny(train={"save_every": 2})
+    train(config)
+    claim = Claim(tmp_path / "run", print)
+    try:
+        assert main(["eval", str(config.out), "--turns", "1"]) == 0
+        assert main(["export", str(config.out), str(tmp_path / "exported")]) == 0
+        assert claim.check()
+    finally:
+        claim.release()
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_of_a_run(tiny, tiny_in, tmp_path, capsys):
+    """The run goes on from the one before, bit for bit, with a word; who reads it is asked."""
+    straight = tiny_in(tmp_path / "straight", train={"save_every": 2})
+    train(straight)
+    config = tiny(train={"save_every": 2})
+    train(config)
+    run = folder.RunFolder(config.out)
+    damaged = run.checkpoint()
+    weights = next(damaged.glob("*.distcp"))
+    content = bytearray(weights.read_bytes())
+    content[1000:1008] = bytes(255 - byte for byte in content[1000:1008])
+    weights.write_bytes(content)
+    for reading in (["eval", "--turns", "1"], ["analyze"], ["export"]):
+        where = [str(tmp_path / "exported")] if reading == ["export"] else []
+        assert main([reading[0], str(run.path), *where, *reading[1:]]) == 2
+        told = capsys.readouterr().err
+        assert f"{damaged} is damaged" in told
+        assert "step-000004 before it is whole (--step 4)" in told
+    assert main(["eval", str(run.path), "--turns", "1", "--step", "4"]) == 0
+    assert main(["train", str(run.path), "--resume"]) == 0
+    told = capsys.readouterr().err
+    assert f"warning: {damaged} is damaged" in told
+    assert "continues after step 4" in told
+    one, two = (
+        saved_tensors(folder.RunFolder(each.out).checkpoint()) for each in (straight, config)
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    (damaged / "state.pt").unlink()
+    assert main(["eval", str(run.path), "--turns", "1"]) == 2
+    assert "state.pt is missing; step-000004 before it is whole" in capsys.readouterr().err
