@@ -68,7 +68,9 @@ class HuginnConfig(PretrainedConfig):
     """
 
     model_type = "huginn_raven"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "turns"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values", "cache", "last_hidden_state", "inputs", "turns",
+    ]  # fmt: skip
     attribute_map: ClassVar[dict[str, str]] = {
         "num_attention_heads": "n_heads",
         "hidden_size": "n_embd",
