@@ -125,6 +125,10 @@ class JacobianPenalty(_Trainer):
         super().__init__(*args, **kwargs)
         _check_launch(self)
         self.penalty = penalty
+        if _generates(self) and hasattr(self.model, "depth_settings"):
+            from stars_fast.models.generation import adopt_depth
+
+            adopt_depth(self.model)
         if turns is not None and _generates(self):
             raise ValueError(
                 f"turns: expected None with {type(self).__name__}, which generates at the model's "

@@ -43,7 +43,7 @@ class LoopedGenerationMixin(GenerationMixin):
         """A cache for this model, of any number of turns."""
         raise NotImplementedError
 
-    def adjust_generation_fn(
+    def adjust_generation_fn(  # type: ignore[override]
         self, generation_config: Any, auto: Any, pipeline: Any, path: Any, **kwargs: Any
     ) -> None:
         """Take the generation configuration that is given to `from_pretrained`, or the one beside
@@ -59,7 +59,7 @@ class LoopedGenerationMixin(GenerationMixin):
         """
         own = _known() | inspect.signature(GenerationMixin.adjust_generation_fn).parameters.keys()
         given = {name: value for name, value in kwargs.items() if name in own}
-        super().adjust_generation_fn(generation_config, auto, pipeline, path, **given)
+        cast(Any, super()).adjust_generation_fn(generation_config, auto, pipeline, path, **given)
         said = _said(self.generation_config, self.depth_settings)
         if said and generation_config is None:
             model: Any = self
@@ -166,24 +166,26 @@ def drop_depth(generation_config: Any, names: Iterable[str]) -> None:
         vars(generation_config).pop(name, None)
 
 
-def adopt_depth(model: Any) -> None:
+def adopt_depth(model: Any, turns: int | None = None) -> None:
     """Move the depth that a model's generation configuration names into its configuration, so that
-    it counts where the model is called without `generate` too.
+    it counts where others call or read the model, and not in `generate` alone.
+
+    Args:
+        turns: instead of those that it names.
 
     Raises:
-        ValueError: the configuration has no such setting, or not with this value.
+        TypeError, ValueError: a value out of range, named.
     """
-    names = getattr(model, "depth_settings", ())
-    said = _said(model.generation_config, names)
-    for name, value in said.items():
-        if name not in type(model.config).attribute_map:
-            raise ValueError(f"generation_config: expected no {name} here, got {value!r}")
-    turns, tol = said.pop("turns", None), said.pop("tol", None)
-    model.config.set_depth(turns, tol)
-    for name, value in said.items():
-        setattr(model.config, name, value)
-    model.config.set_depth(None, None)  # checks
-    drop_depth(model.generation_config, names)
+    names = type(model.config).attribute_map
+    own = [name for name in getattr(model, "depth_settings", ()) if name in names]
+    said = settled_depth([{"turns": turns}, vars(model.generation_config)], own)
+    fields = {names[name]: value for name, value in said.items()}
+    rivals = {rival for name in said for rival in _INSTEAD_OF.get(name, ())}
+    void = {names[name] for name in rivals & names.keys()} - fields.keys()
+    for field, value in (*dict.fromkeys(void).items(), *fields.items()):
+        setattr(model.config, field, value)
+    type(model.config).from_dict(model.config.to_dict())  # checks them
+    drop_depth(model.generation_config, own)
 
 
 def check_known(generation_config: Any, names: Iterable[str]) -> None:

@@ -83,6 +83,13 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; the rows of the embedding are `padded_vocab_size` in the public
+        format."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.padded_vocab_size = embeddings.num_embeddings
+        return embeddings
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the public layout: safetensors, with Huginn's rotary table among them, and a
         config that public readers understand."""
