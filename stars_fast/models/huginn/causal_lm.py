@@ -207,8 +207,8 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
         output = HuginnCausalLMOutput(
             loss=loss,
             logits=None if skip_logits else self.lm_head(kept_states(out, logits_to_keep)),
-            last_hidden_state=out,
             hidden_states=tuple(states) if keep else None,
+            last_hidden_state=out,
             inputs=e,
             turns=depth.turns,
             **held,
