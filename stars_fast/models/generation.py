@@ -69,6 +69,13 @@ class LoopedGenerationMixin(GenerationMixin):
             anew = [n for n in said if n in kwargs or _differ(model.config, stored, n)]
             drop_depth(self.generation_config, anew)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own; of a generation configuration that was made from the model's,
+        transformers would not read the depth again."""
+        if _said(self.generation_config, self.depth_settings):
+            self.generation_config._from_model_config = False
+        return cast(Any, super()).save_pretrained(*args, **kwargs)
+
     def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
         """As transformers', without what is the business of `generate` alone."""
         for name in _OF_GENERATE:
