@@ -76,11 +76,16 @@ class LoopedGenerationMixin(GenerationMixin):
             self.generation_config._from_model_config = False
         return cast(Any, super()).save_pretrained(*args, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids: Any, **kwargs: Any) -> dict[str, Any]:
-        """As transformers', without what is the business of `generate` alone."""
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *, inputs_embeds: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As transformers', without what is the business of `generate` alone. (It looks for
+        `inputs_embeds` by name.)"""
         for name in _OF_GENERATE:
             kwargs.pop(name, None)
-        return cast(Any, super()).prepare_inputs_for_generation(input_ids, **kwargs)
+        return cast(Any, super()).prepare_inputs_for_generation(
+            input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError: the pages of transformers' continuous batching (of

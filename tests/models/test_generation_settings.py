@@ -98,7 +98,7 @@ def test_a_threshold_in_the_generation_config_is_that_of_a_call():
 def test_how_tolerances_are_taken_acts_too():
     model = make("ouro")
     model.generation_config.tol_per = "nonsense"
-    with pytest.raises(ValueError, match="tol_per: expected one of .* got 'nonsense'"):
+    with pytest.raises(ValueError, match=r"tol_per: expected one of .* got 'nonsense'"):
         greedy(model, ids())
     assert turns_of(model, tol_per="token") == 4
 
@@ -149,7 +149,7 @@ def test_values_out_of_range_are_refused(name):
     ):
         with pytest.raises(kind, match=message):
             greedy(model, ids(), generation_config=GenerationConfig(**settings, **GREEDY))
-    with pytest.raises(ValueError, match="not used by the model: .*'turn'"):
+    with pytest.raises(ValueError, match=r"not used by the model: .*'turn'"):
         greedy(model, ids(), turn=7)
 
 

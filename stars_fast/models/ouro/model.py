@@ -151,7 +151,8 @@ class OuroModel(OuroPreTrainedModel):
         if not isinstance(h, Dual):
             return self._layers(h, context, index)
         with on_stacks():
-            return self._layers(h, context, index)
+            # A pair of this region: the one from outside would stand for its primal here.
+            return self._layers(Dual(h.stack), context, index)
 
     def _layers(self, h: Tensor, context: Context, index: int) -> Tensor:
         recompute = self._recomputes()
