@@ -21,6 +21,7 @@ from transformers import (
     GenerationConfig,
     TextStreamer,
     WatermarkingConfig,
+    pipeline,
 )
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -394,6 +395,57 @@ def takes_labels_that_are_shifted(model):
     shifted = F.pad(ids()[:, 1:], (0, 1), value=-100)
     found = model(ids(), labels=ids(), shift_labels=shifted).loss
     torch.testing.assert_close(found, model(ids(), labels=ids()).loss)
+
+
+@right
+def is_compiled(model):
+    compiled = torch.compile(model, backend="aot_eager")
+    torch.testing.assert_close(
+        compiled(ids(), use_cache=False).logits, model(ids()).logits, rtol=1e-5, atol=1e-5
+    )
+
+
+@right
+def is_exported_for_any_length(model):
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(
+        model,
+        (),
+        {"input_ids": ids(), "use_cache": False},
+        dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+        strict=False,
+    ).module()
+    for prompt in (ids(length=5), ids(length=12)):
+        found = exported(input_ids=prompt, use_cache=False).logits
+        torch.testing.assert_close(found, model(prompt).logits, rtol=1e-5, atol=1e-5)
+
+
+@right
+def serves_a_pipeline(model):
+    texts = ["hello", "a longer one"]
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    writer = pipeline("text-generation", model=model, tokenizer=tokenizer(), batch_size=2)
+    words = tokenizer()
+    for text, (found,) in zip(texts, writer(texts, **options), strict=True):
+        prompt = words(text, return_tensors="pt").input_ids
+        expected = words.decode(greedy(model, prompt, max_new_tokens=4)[0, prompt.shape[1] :])
+        assert found["generated_text"] == text + expected
+    writer(texts, stop_strings=["a"], tokenizer=words, **options)
+
+
+@right
+def takes_adapters(model):
+    peft = pytest.importorskip("peft")
+    before = model(ids()).logits.detach()
+    settings = peft.LoraConfig(target_modules="all-linear", r=2, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, settings)
+    torch.testing.assert_close(adapted(input_ids=ids()).logits, before, **CLOSE)
+    adapted.train()
+    adapted(input_ids=ids(), labels=ids()).loss.backward()
+    grads = [p.grad for n, p in adapted.named_parameters() if "lora_B" in n]
+    assert sum(grad is not None and grad.abs().max() > 0 for grad in grads) > len(grads) / 2
+    adapted.eval()
+    assert adapted.generate(input_ids=ids(), **GREEDY).shape == (1, 12)
 
 
 # -- training
