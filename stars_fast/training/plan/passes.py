@@ -39,7 +39,7 @@ class Seconds:
 
     @property
     def gpu(self) -> float:
-        """Of the GPU alone."""
+        """Seconds of the GPU alone."""
         return self.products + self.attention + self.traffic + self.recompute
 
     @property
@@ -142,7 +142,7 @@ def turn_flops(shape: Shape, lengths: list[float], dual: bool = False) -> float:
 
 
 def norms_and_gates(shape: Shape, tokens: float, machine: Machine) -> Seconds:
-    """What selective recomputation of a turn does a second time."""
+    """The second time of what selective recomputation leaves out of a turn."""
     elements = {"norm forward": 4 * shape.width, "gate forward": 3 * shape.inner}
     return Seconds(recompute=shape.layers * machine.rows(elements) * tokens)
 

@@ -1,4 +1,4 @@
-"""What a run takes on given GPUs: time, memory, and what limits it, before anything is made.
+"""The plan of a run on given GPUs: time, memory, and what limits it, before anything is made.
 
 recipe -> shape, rows -> passes.py: work, on a card at its rates -> seconds ---+
                       -> memory.py: bytes -> choose() -> what is recomputed ---+-> Plan
@@ -77,7 +77,7 @@ class Plan:
     fitting: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Of plain values."""
+        """The same as plain values."""
         return asdict(self)
 
 

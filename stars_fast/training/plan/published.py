@@ -15,7 +15,7 @@ from stars_fast.training.plan.rates import copy_rate
 
 
 class Count(NamedTuple):
-    """Of one layer, forward and backward, with what is computed again.
+    """Work of one layer, forward and backward, with what is computed again.
 
     width, inner: elements of 2 bytes a token, by width of state and MLP. square: values in fp32 for
     each pair of tokens and head. weights: times that each weight is touched, 2 bytes each. maps:

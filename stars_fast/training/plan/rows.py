@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        """Of a row, without pads."""
+        """Tokens of a row, without pads."""
         return sum(self.lengths)
 
 

@@ -45,7 +45,7 @@ LIMITS = {
     "products": "tensor cores", "attention": "tensor cores", "traffic": "memory bandwidth",
     "recompute": "memory", "host": "host", "network": "network",
 }  # fmt: skip
-"""What is to blame for each part of a step."""
+"""The cause of each part of a step, as users know it."""
 
 
 class Run(NamedTuple):
@@ -131,7 +131,7 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
 
 
 def _again(run: Run, recompute: Recompute, turns: int, part: float, forward: Seconds) -> Seconds:
-    """What a step does a second time."""
+    """Work that a step does a second time."""
     again = min(recompute.turns, turns)
     found = (forward * again).again
     if recompute.dual:

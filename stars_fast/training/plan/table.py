@@ -1,4 +1,4 @@
-"""What fits on which card, by tokens of a micro-batch and turns: the table of memory."""
+"""The table of memory: what fits on which card, by tokens of a micro-batch and turns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.penalties.base import Penalty
 
 CARDS = ("A800-80GB", "L40S", "A100-40GB", "RTX-4090")
-"""Of 80, 48, 40 and 24 GB."""
+"""Cards of 80, 48, 40 and 24 GB."""
 
 TOKENS = (2048, 4096, 8192)
 TURNS = (4, 8, 16)
