@@ -20,7 +20,7 @@ MACHINE = 8
 
 
 def activations(shape: Shape, tokens: float, positions: float, config: Any) -> Activations:
-    """Bytes that a micro-batch keeps for the backward: of so many tokens, so many of them targets."""
+    """Bytes that a micro-batch of so many tokens, and so many targets, keeps for the backward."""
     low = config.precision != "float32"
     size = 2 if low else 4
     d, f = shape.width, shape.inner
