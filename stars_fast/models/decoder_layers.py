@@ -214,6 +214,6 @@ def closing_norm(stack: Any) -> str:
         if isinstance(getattr(stack, name, None), nn.Module):
             return name
     raise TypeError(
-        "norm: expected the model to have norm, final_layernorm, final_layer_norm or ln_f, got "
+        f"model: expected a decoder with a closing norm {' or '.join(_NORM_NAMES)}, got "
         f"{type(stack).__name__} without one"
     )

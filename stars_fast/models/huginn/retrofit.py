@@ -64,7 +64,7 @@ def retrofit(
         if getattr(theirs, name, wanted) != wanted:
             raise ValueError(f"decoder: expected {name}={wanted}, got {getattr(theirs, name)!r}")
     parts = {"prelude": prelude, "core_block": core, "coda": coda}
-    for name, layers in parts.items():
+    for name, layers in (("prelude", prelude), ("core", core), ("coda", coda)):
         if not isinstance(layers, Sequence) or not all(isinstance(i, int) for i in layers):
             raise TypeError(f"{name}: expected a list of integers, got {layers!r}")
         for i in layers:
