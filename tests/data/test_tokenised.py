@@ -1,12 +1,15 @@
 import json
 import multiprocessing
+import os
 import pickle
 import re
+import signal
 
 import datasets
 import numpy as np
 import pytest
 from chat_helpers import assistant, tokenizer_in, user
+from filelock import FileLock
 
 from stars_fast.data import sources, tokenised
 from stars_fast.data.chat import ChatDataConfig, ChatEncoder
@@ -75,6 +78,8 @@ def test_documents_are_those_of_the_encoder(config, tokenizer, rows):
     assert chats.info == tokenised.ChatInfo(
         source_rows=60,
         null_rows=0,
+        dropped={},
+        unread=[],
         rows=60,
         without_target=0,
         truncated=0,
@@ -119,6 +124,32 @@ def test_what_is_dropped_is_counted(config, tokenizer, tmp_path):
         f"2 chats, {info.tokens} tokens, {info.targets} of them targets; 1 truncated, 1 of 3 rows "
         "dropped without target, 3 of the source's 6 without text"
     )
+
+
+def test_what_would_go_missing_is_counted_by_name(config, tokenizer, tmp_path):
+    call = [{"name": "add", "arguments": "{}"}]
+    chats = [
+        [user("q"), assistant("a")],
+        [user("q"), assistant("") | {"tool_calls": call}],
+        [user("q"), assistant("x") | {"tool_calls": call}, {"role": "tool", "content": "1"}],
+        [user("q"), assistant("a") | {"reasoning_content": "well"}],
+        [user("q"), assistant("")],
+        [user("q") | {"name": "bob"}, {"role": "Assistant", "content": "b"}],
+    ]
+    path = tmp_path / "calls.jsonl"
+    rows = [{"id": i, "messages": chat} for i, chat in enumerate(chats)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = load(config(source=str(path)), tokenizer)
+    assert answers(tokenizer, found) == ["a", "b"]
+    assert found.info.dropped == {"tool_calls": 2, "reasoning_content": 1}
+    assert str(found.info).endswith(
+        "1 of the source's 6 without text, 2 for tool_calls, 1 for reasoning_content (what is "
+        "outside the contents of messages is not trained on); not read: id, name"
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:5]))
+    message = "data.source: expected a conversation at least, got none: 1 of the source's 4 without"
+    with pytest.raises(ValueError, match=f"{message} text, 2 for tool_calls, 1 for reasoning_cont"):
+        load(config(source=str(path)), tokenizer)
 
 
 @pytest.mark.parametrize("validation", [0, 3])
@@ -260,6 +291,43 @@ def test_an_attempt_that_fails_leaves_nothing(config, tokenizer, tmp_path, monke
             load(config(), tokenizer)
     assert [path.suffix for path in (tmp_path / "cache" / "chats").iterdir()] == [".lock"]
     assert len(load(config(), tokenizer)[0]) == 60
+
+
+@pytest.mark.parametrize("next_run", ["same", "other", "none"])
+def test_what_a_kill_left_is_removed_by_the_next_run(config, tokenizer, tmp_path, next_run):
+    """Of the same chats or others; also where the kill came once they were in place."""
+    chats = tmp_path / "cache" / "chats"
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed():
+        tokenised.write_text = die
+        load(config(), tokenizer)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = (path for path in chats.iterdir() if path.is_dir())
+    folder = chats / left.name.partition(".")[0]
+    assert list(left.rglob("tokens.bin"))
+    if next_run == "none":
+        another = config(cache=str(tmp_path / "another"))
+        load(another, tokenizer)[0].folder.parent.rename(folder)
+    load(config(max_length=100) if next_run == "other" else config(), tokenizer)
+    assert not left.exists()
+    assert len(load(config(), tokenizer)[0]) == 60
+
+
+def test_what_another_process_is_building_is_left_alone(config, tokenizer, tmp_path):
+    chats = tmp_path / "cache" / "chats"
+    (chats / "abc.xyz").mkdir(parents=True)
+    with FileLock(chats / "abc.lock"):
+        load(config(), tokenizer)
+        assert (chats / "abc.xyz").exists()
+    load(config(), tokenizer)
+    assert not (chats / "abc.xyz").exists()
 
 
 def build(config, tokenizer, start, results):
