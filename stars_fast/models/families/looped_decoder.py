@@ -19,6 +19,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
+from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
@@ -248,7 +249,7 @@ class LoopedDecoderFamily(Family):
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
         adopt_depth(model, turns)
-        model.to(dtype or model.config.dtype or torch.float32)
+        cast(model, dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
 
     def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
@@ -334,7 +335,7 @@ def _start_tiny(
         torch.manual_seed(seed)
         decoder: Any = LlamaForCausalLM(config)
     try:
-        model = LoopedDecoderForCausalLM.from_decoder(decoder.to(dtype), **section.loop)
+        model = LoopedDecoderForCausalLM.from_decoder(cast(decoder, dtype), **section.loop)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
