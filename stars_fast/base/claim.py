@@ -191,9 +191,10 @@ def _lives(path: Path, say: Callable[[str], None]) -> bool:
     while first is not None and look is not None and look.st_mtime_ns == first.st_mtime_ns:
         owner = _read(path)
         if owner is not None and owner.machine and owner.machine == _machine():
-            if _started(owner.pid) != owner.started:
+            same = _started(owner.pid) == owner.started
+            if not same and not _hidden(owner.pid):
                 return False
-            if look.st_ino == owner.file:
+            if same and look.st_ino == owner.file:
                 return True
         waited = time.monotonic() - began
         if waited > LAPSE or _now(path.parent) - look.st_mtime > _LONG_AGO:
@@ -242,3 +243,15 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def _hidden(pid: int) -> bool:
+    """Whether a process is there of which this one may not know more, as of other users' with
+    /proc mounted hidepid."""
+    if Path(f"/proc/{pid}").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False

@@ -113,6 +113,16 @@ def test_the_owner_is_not_a_later_process_with_its_number(folder):
     held.release()
 
 
+def test_another_users_process_that_is_hidden_is_told_by_its_touches(folder, monkeypatch):
+    held, _ = take(folder)
+    rewrite(held, pid=2**22 + 1)
+    held._owner = claim._read(held._path)
+    monkeypatch.setattr(os, "kill", lambda pid, number: (_ for _ in ()).throw(PermissionError()))
+    with pytest.raises(ConfigError, match="belongs to process 4194305"):
+        take(folder)
+    held.release()
+
+
 @pytest.mark.parametrize("content", ["far", "empty"])
 def test_an_owner_elsewhere_lives_while_it_touches_its_claim(folder, content):
     """Also one that has not come to say who it is, and one whose clock is two minutes late."""
