@@ -131,6 +131,7 @@ class HuginnFamily(Family):
     model_type = "huginn_raven"
     section = HuginnSection
     packs = True
+    causal_lm = True
 
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"
@@ -190,12 +191,9 @@ class HuginnFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.huginn.config import check_config
         from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
-        if turns is not None:
-            model.config.mean_recurrence = turns
-            check_config(model.config)
+        model.config.set_depth(turns, None)
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
         if has_tokenizer(beside):  # where training ends a message, other readers stop too

@@ -37,10 +37,12 @@ class HuginnCausalLMOutput(CausalLMOutputWithPast):
     hidden_states: with `output_hidden_states`, (s_0, ..., s_T), each [B, S, D].
     inputs: [B, S, D], the prelude's output, which every turn takes in.
     turns: [B, S] int64, turns executed for each token.
+    real: [B, S] boolean, True on real tokens; None where all are.
     """
 
     inputs: Tensor | None = None
     turns: Tensor | None = None
+    real: Tensor | None = None
 
 
 @dataclass
@@ -66,6 +68,7 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
     accepts_loss_kwargs = True
+    takes_turns = True
 
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__(config)
@@ -194,6 +197,7 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
             hidden_states=tuple(states) if keep else None,
             inputs=e,
             turns=depth.turns,
+            real=context.real,
             **held,
         )
         return output if return_dict in (None, True) else output.to_tuple()
