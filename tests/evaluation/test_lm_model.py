@@ -186,7 +186,7 @@ def test_each_row_ends_at_its_own_string(model):
 
 @pytest.mark.parametrize("string", [" pencils", "\n\n", "é。"])
 def test_a_string_is_found_in_whatever_tokens_it_is_written(model, string):
-    from stars_fast.evaluation.lm_model import StopStrings
+    from stars_fast.evaluation.hf_model import StopStrings
 
     def spelled(text):
         return [i for letter in text for i in model.tokenizer.encode(letter)]
