@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 TURNS = (2, 4, 8)
 PAIRS = [(a, b) for a in range(1, 6) for b in (2, 7)]
-DEPTHS = {name: TURNS for name in ("ouro", "huginn", "looped")} | {"standard": (None,)}
+DEPTHS = dict.fromkeys(("ouro", "huginn", "looped"), TURNS) | {"standard": (None,)}
 
 
 @pytest.fixture(scope="module")
