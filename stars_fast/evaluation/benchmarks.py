@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import check_utf8
 from stars_fast.data.chat import MESSAGE_END
-from stars_fast.evaluation.harness import index_tasks, is_yaml, seeded
+from stars_fast.evaluation.harness import index_tasks, is_yaml, process_once, seeded, uncached_maps
 from stars_fast.evaluation.recording import Sampling
 from stars_fast.evaluation.task_content import Content, content_of
 
@@ -135,7 +135,7 @@ def _load(index: Any, name: str, data: str | None, option: str) -> Any:
         if data is not None:
             spec = _with_local_data(index, name, Path(data), Path(folder))
         try:
-            with seeded():
+            with seeded(), uncached_maps():
                 tasks = list(index.load([spec])["tasks"].values())
         except Exception as error:  # of the hub, of datasets, of the task's own code
             raise ConfigError(
@@ -143,6 +143,7 @@ def _load(index: Any, name: str, data: str | None, option: str) -> Any:
             ) from error
     if len(tasks) != 1:
         raise ConfigError(f"{option}: expected single tasks, got {name}, which stands for several")
+    process_once(tasks[0])
     return tasks[0]
 
 

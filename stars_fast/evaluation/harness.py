@@ -1,9 +1,9 @@
 """lm-eval (EleutherAI's evaluation harness): its index of tasks, and its evaluation of a model."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,44 @@ def seeded() -> Iterator[None]:
     finally:
         random.setstate(before)
         np.random.set_state(arrays)
+
+
+@contextmanager
+def uncached_maps() -> Iterator[None]:
+    """Inside, `datasets` maps rows anew. It knows functions of modules by their names alone, so
+    that from its cache come the rows that an older version of a task's code made."""
+    datasets = need("datasets", "benchmarks")
+    caching = datasets.is_caching_enabled()
+    datasets.disable_caching()
+    try:
+        yield
+    finally:
+        if caching:
+            datasets.enable_caching()
+
+
+def process_once(task: Any) -> None:
+    """Have the documents of a task made from its rows once, by its code as it is now. lm-eval makes
+    them anew each time it looks at them, and relies on the cache of `datasets` for their being the
+    same."""
+    for settings in (task.config, task.fewshot_cfg):
+        if settings.process_docs is not None:
+            settings.process_docs = _once(settings.process_docs)
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    held: list[tuple[Any, Any]] = []
+
+    @wraps(process)
+    def once(rows: Any) -> Any:
+        for given, made in held:
+            if given is rows:
+                return made
+        with seeded(), uncached_maps():
+            held.append((rows, process(rows)))
+        return held[-1][1]
+
+    return once
 
 
 def prepare(task: Any) -> None:

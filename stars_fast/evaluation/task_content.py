@@ -36,11 +36,12 @@ def content_of(task: Any) -> Content:
     prepare(task)
     with seeded():
         task.build_all_requests()
+        docs = list(task.eval_docs)
     asked = [
         [argument for argument in instance.args if isinstance(argument, str)]
         for instance in task.instances
     ]
-    return Content(rows=_hash(list(task.eval_docs)), prompts=_hash(asked), code=_code(task))
+    return Content(rows=_hash(docs), prompts=_hash(asked), code=_code(task))
 
 
 def _hash(values: list[Any]) -> str:
@@ -54,7 +55,7 @@ def _code(task: Any) -> str:
     files = set()
     for function in [type(task), *_functions(vars(task.config))]:
         try:
-            file = Path(inspect.getsourcefile(function) or "")
+            file = Path(inspect.getsourcefile(inspect.unwrap(function)) or "")
         except TypeError:  # of a built-in
             continue
         if file.is_file():

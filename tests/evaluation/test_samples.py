@@ -199,8 +199,9 @@ def test_more_samples_go_on_from_fewer(model, data, swept, tmp_path, monkeypatch
 
 
 CHOICE = {
-    "task": "choice", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
-    "doc_to_text": "{{Body}}", "doc_to_choice": ["a", "b"], "doc_to_target": 0,
+    "task": "choice", "dataset_path": "json", "test_split": "test",
+    "output_type": "multiple_choice", "doc_to_text": "{{Body}}", "doc_to_choice": ["a", "b"],
+    "doc_to_target": 0,
 }  # fmt: skip
 
 
@@ -220,7 +221,10 @@ def test_mistakes_are_named(model, data, tmp_path, capsys):
         ),
         (["--text", "x.txt", "--samples", "2"], "--samples is an option of --tasks"),
         (["--tasks", str(choice), "--samples", "2"], "--samples: expected tasks answered by gener"),
-        (["--tasks", str(voting), "--samples", "2"], "--samples: expected tasks that take one samp"),
+        (
+            ["--tasks", str(voting), "--samples", "2"],
+            "--samples: expected tasks that take one samp",
+        ),
     ):
         where = ["--data", str(data)] if "svamp" in words else []
         assert main(["eval", str(model), *words, *where, "--out", str(tmp_path / "out")]) == 2
