@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stars_fast.base import tree
+from stars_fast.base.choices import merge_settings
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.optional import need
+from stars_fast.base.unique_keys import parse_yaml
 from stars_fast.training.config import RunConfig, config_from, parse_overrides
 from stars_fast.training.recipes import read_recipe
 from studies.findings import FINDINGS
@@ -106,7 +107,7 @@ def read_study(name: str) -> Study:
     if name not in names:
         raise ConfigError(f"no study named {name!r}; studies: {', '.join(names)}")
     text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
-    return parse_study(name, need("yaml", "studies").safe_load(text))
+    return parse_study(name, parse_yaml(text))
 
 
 def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
@@ -197,7 +198,7 @@ def study_runs(
             raise ConfigError(f"--{path} is set by the study; see --seeds and --out")
         if path in varied:
             raise ConfigError(f"--{path} is what the runs of the study {study.name} differ in")
-    shared = tree.merge(tree.merge(base, part.settings), everywhere)
+    shared = merge_settings(merge_settings(base, part.settings), everywhere)
     shared.pop("description", None)
     runs = []
     for seed in seeds:
@@ -205,7 +206,7 @@ def study_runs(
             name = f"{_slug(label_of(cell.levels))}-{seed}"
             place = {"seed": seed, "name": name, "out": str(Path(out) / name)}
             try:
-                config = config_from(tree.merge(tree.merge(shared, cell.fields), place))
+                config = config_from(merge_settings(shared, cell.fields) | place)
             except ConfigError as error:
                 raise ConfigError(f"{study.name}, {label_of(cell.levels)}: {error}") from error
             runs.append(StudyRun(cell.levels, seed, tree.flat_mapping(cell.fields), config))

@@ -163,7 +163,8 @@ def _texts(text: str, tokenizer: Any, request: Request) -> list[Document]:
             return _cut(_plain((row["text"] for row in rows), tokenizer), request)
         columns = find_columns(config, rows)
         encoder = ChatEncoder(tokenizer, max_length=request.length)
-        chats = (chat for row in rows if (chat := conversation(row, columns)) is not None)
+        read = (conversation(row, columns).messages for row in rows)
+        chats = (chat for chat in read if chat is not None)
         return _cut((encoder.encode([chat])[0][:2] for chat in chats), request)
     except ValueError as error:
         raise ConfigError(f"--text {text}: {error}") from error

@@ -6,7 +6,7 @@ from typing import Any
 from stars_fast.base.checkpoints import checkpoints, latest
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
-from stars_fast.base.optional import need
+from stars_fast.base.unique_keys import parse_yaml
 
 
 class RunFolder:
@@ -51,10 +51,9 @@ class RunFolder:
         """
         if not self.config.exists():
             raise ConfigError(f"{self.path} is not a run folder: it has no config.yaml")
-        yaml = need("yaml", "recipes")
         try:
-            found = yaml.safe_load(read_text(self.config))
-        except (ValueError, yaml.YAMLError) as error:
+            found = parse_yaml(read_text(self.config))
+        except ValueError as error:
             raise ConfigError(f"{self.config} can't be read: {error}") from error
         if not isinstance(found, dict):
             raise ConfigError(f"{self.config}: expected a mapping of settings, got {found!r}")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stars_fast.base.checks import check_integer
 from stars_fast.base.files import check_utf8
+from stars_fast.base.unique_keys import parse_json
 from stars_fast.data import IGNORE
 
 MAX_DIGITS = 9
@@ -205,7 +206,7 @@ def _parse_sum(line: str, digits: int) -> tuple[int, int]:
     if not line.strip():
         raise ValueError("expected a JSON object, the line is empty")
     try:
-        record: Any = json.loads(line)
+        record: Any = parse_json(line)
     except ValueError as error:
         raise ValueError(f"not valid JSON ({error})") from error
     if not isinstance(record, dict):

@@ -20,13 +20,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from stars_fast.base.checks import check_integer
+from stars_fast.data.messages import NO_TEXT, Message, read_messages
 from stars_fast.data.tiny_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, str]
-"""{"role": ..., "content": ...}"""
 
 Span = tuple[int, int]
 """First character and one past the last."""
@@ -47,8 +45,9 @@ class ChatDataConfig:
     split: of the source; files have only train, a dataset saved without splits is taken whole.
     prompt: column of the user's text; together with answer.
     answer: column of the assistant's text.
-    messages: column of lists of messages with role and content, instead of prompt and answer. By
-        default the source must have one of messages, problem and solution, question and answer.
+    messages: column of lists of messages with role and content, or ShareGPT's from and value,
+        instead of prompt and answer. By default the source must have one of messages, problem and
+        solution, question and answer.
     system: message in front, where a conversation does not begin with one; none for none.
     samples: at most so many rows, a random subset; none for all.
     max_length: tokens of a sample, cut off on the right.
@@ -159,10 +158,11 @@ class ChatEncoder:
         """The chats of `conversations`, in their order.
 
         Raises:
-            ValueError: the template refuses a conversation, changes what the assistant says, or
-                does not end its message with `<|im_end|>` or the tokenizer's end token.
+            ValueError: a conversation says something outside its contents, the template refuses
+                one, changes what the assistant says, or does not end its message with `<|im_end|>`
+                or the tokenizer's end token.
         """
-        chats = [self._with_system(messages) for messages in conversations]
+        chats = [self._with_system(_trainable(messages)) for messages in conversations]
         if not chats:
             return []
         texts = [self._render(messages) for messages in chats]
@@ -192,7 +192,7 @@ class ChatEncoder:
         return result
 
     def _with_system(self, messages: Sequence[Message]) -> list[Message]:
-        if self.system is None or (messages and messages[0]["role"] == "system"):
+        if self.system is None or (messages and messages[0]["role"] in ("system", "developer")):
             return list(messages)
         return [{"role": "system", "content": self.system}, *messages]
 
@@ -251,6 +251,14 @@ class ChatEncoder:
                 )
             said[after] = True
         return said
+
+
+def _trainable(messages: Sequence[Message]) -> list[Message]:
+    """Refuse messages that say something outside their contents."""
+    read = read_messages(messages, "conversations")
+    if read.messages is None and read.reason != NO_TEXT:
+        raise ValueError(f"conversations: expected text alone in a message, got {read.reason}")
+    return read.messages or list(messages)
 
 
 def _template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,8 @@ import numpy as np
 
 from stars_fast.base.files import check_utf8
 from stars_fast.base.optional import need
-from stars_fast.data.chat import ChatDataConfig, Message
+from stars_fast.data.chat import ChatDataConfig
+from stars_fast.data.messages import NO_TEXT, Conversation, read_messages
 from stars_fast.data.tiny_chat import DEFAULT_ROWS, tiny_chats
 
 if TYPE_CHECKING:
@@ -98,55 +100,53 @@ def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
     return tuple(given.values())
 
 
-def conversation(row: Mapping[str, Any], columns: Sequence[str]) -> list[Message] | None:
-    """The messages of `row`, or None if one has no content: null, or a blank prompt or answer.
+class Usable(NamedTuple):
+    """Rows of a source that have a conversation to train on, and why the others have none."""
 
-    Of messages only role and content are taken.
+    rows: np.ndarray
+    """Indices [N] int64, ascending."""
+    dropped: dict[str, int]
+    """Number of the other rows, by `Conversation.reason`."""
+    unread: list[str]
+    """Keys of messages that nothing depends on."""
+
+
+def conversation(row: Mapping[str, Any], columns: Sequence[str]) -> Conversation:
+    """The conversation of `row`: a list of messages, or a prompt and an answer.
 
     Raises:
-        ValueError: other than a list of them.
+        ValueError: as `read_messages`.
     """
-    if len(columns) == 2:
-        texts = [row[column] for column in columns]
-        if not all(text and text.strip() for text in texts):
-            return None
-        return [
-            {"role": role, "content": text}
-            for role, text in zip(("user", "assistant"), texts, strict=True)
-        ]
-    messages = row[columns[0]]
-    if not messages:
-        return None
-    try:
-        taken = [{"role": m["role"], "content": m["content"]} for m in messages]
-    except (TypeError, KeyError) as error:
-        raise ValueError(
-            f"data.messages: {columns[0]!r}: expected a list of messages with role and content, "
-            f"got {str(messages)[:200]}"
-        ) from error
-    for value in (value for message in taken for value in message.values()):
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise ValueError(
-                f"data.messages: role and content in {columns[0]!r}: expected text, got "
-                f"{str(value)[:200]}"
-            )
-    return taken
+    if len(columns) == 1:
+        return read_messages(row[columns[0]], columns[0])
+    texts = [row[column] for column in columns]
+    if not all(text and text.strip() for text in texts):
+        return Conversation(None, NO_TEXT)
+    roles = zip(("user", "assistant"), texts, strict=True)
+    return Conversation([{"role": role, "content": text} for role, text in roles])
 
 
-def conversations(batch: Mapping[str, Sequence[Any]], columns: Sequence[str]) -> Iterable[Any]:
+def conversations(
+    batch: Mapping[str, Sequence[Any]], columns: Sequence[str]
+) -> Iterable[Conversation]:
     """`conversation` of each row of a batch, which maps columns to lists."""
     for values in zip(*(batch[column] for column in columns), strict=True):
         yield conversation(dict(zip(columns, values, strict=True)), columns)
 
 
-def usable_rows(rows: Dataset, columns: Sequence[str]) -> np.ndarray:
-    """Indices [N] int64 of the rows that have a conversation, ascending."""
+def usable_rows(rows: Dataset, columns: Sequence[str]) -> Usable:
+    """Find the rows that have a conversation to train on."""
+    found, dropped, unread = [], Counter[str](), set[str]()
     batches = rows.select_columns(list(columns)).iter(batch_size=1000)
-    return np.flatnonzero(
-        [chat is not None for batch in batches for chat in conversations(batch, columns)]
-    )
+    for index, chat in enumerate(
+        each for batch in batches for each in conversations(batch, columns)
+    ):
+        if chat.messages is None:
+            dropped[chat.reason] += 1
+        else:
+            found.append(index)
+            unread |= chat.unread
+    return Usable(np.array(found, np.int64), dict(dropped.most_common()), sorted(unread))
 
 
 def _made(config: ChatDataConfig, seed: int) -> Source:

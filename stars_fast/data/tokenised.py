@@ -22,6 +22,7 @@ from stars_fast.base.checks import check_integer
 from stars_fast.base.files import sync, write_text
 from stars_fast.base.optional import need
 from stars_fast.data.chat import ChatDataConfig, ChatEncoder
+from stars_fast.data.messages import NO_TEXT
 from stars_fast.data.sources import (
     Source,
     conversations,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
+FORMAT = 2
 """Raised whenever the same chats would give other files."""
 
 ROWS_PER_WORKER = 500
@@ -54,6 +55,10 @@ class ChatInfo:
     """Rows of the source."""
     null_rows: int
     """Those of them without a conversation: null, or a blank prompt or answer."""
+    dropped: dict[str, int]
+    """Those of them that say something outside the contents of their messages, by what it is."""
+    unread: list[str]
+    """Columns, and keys of messages, that nothing depends on."""
     rows: int
     """Rows drawn for this split."""
     without_target: int
@@ -68,8 +73,19 @@ class ChatInfo:
         return (
             f"{self.documents:,} chats, {self.tokens:,} tokens, {self.targets:,} of them targets; "
             f"{self.truncated:,} truncated, {self.without_target:,} of {self.rows:,} rows dropped "
-            f"without target, {self.null_rows:,} of the source's {self.source_rows:,} without text"
+            f"without target, "
+            + _left_out(self.source_rows, self.null_rows, self.dropped)
+            + (f"; not read: {', '.join(self.unread)}" if self.unread else "")
         )
+
+
+def _left_out(rows: int, null_rows: int, dropped: Mapping[str, int]) -> str:
+    """The rows of a source that have no conversation, for people."""
+    others = ", ".join(f"{count:,} for {reason}" for reason, count in dropped.items())
+    said = f"{null_rows:,} of the source's {rows:,} without text"
+    if not others:
+        return said
+    return f"{said}, {others} (what is outside the contents of messages is not trained on)"
 
 
 class TokenisedChats:
@@ -190,7 +206,9 @@ class EncodeRows:
         rows: dict[str, list[Any]] = {
             name: [] for name in ("tokens", "targets", "count", "truncated")
         }
-        for tokens, targets, truncated in self.encoder.encode(conversations(batch, self.columns)):
+        read = conversations(batch, self.columns)
+        chats = (chat.messages for chat in read if chat.messages is not None)
+        for tokens, targets, truncated in self.encoder.encode(chats):
             kept = slice(None if targets.any() else 0)
             rows["tokens"].append(tokens[kept])
             rows["targets"].append(targets[kept].view(np.int8))
@@ -219,13 +237,22 @@ def _write_splits(
 ) -> None:
     rows = source.load()
     columns = find_columns(config, rows)
-    usable = usable_rows(rows, columns)
-    counts = {"source_rows": len(rows), "null_rows": len(rows) - len(usable)}
+    usable, dropped, unread = usable_rows(rows, columns)
+    null_rows = dropped.pop(NO_TEXT, 0)
+    left_out = _left_out(len(rows), null_rows, dropped)
+    if not len(usable):
+        raise ValueError(f"data.source: expected a conversation at least, got none: {left_out}")
     if len(usable) <= config.validation:
         raise ValueError(
             f"data.validation must leave rows to train on, got {config.validation} of "
-            f"{len(usable)} usable rows of {len(rows)}"
+            f"{len(usable)} usable rows of {len(rows)}: {left_out}"
         )
+    counts = {
+        "source_rows": len(rows),
+        "null_rows": null_rows,
+        "dropped": dropped,
+        "unread": [*(name for name in rows.column_names if name not in columns), *unread],
+    }
     drawn = np.random.default_rng(seed).permutation(usable)
     for split, first, count in (
         ("validation", 0, config.validation),
@@ -263,7 +290,7 @@ def _encode(rows: Dataset, encode: EncodeRows, workers: int | None, folder: Path
     )
 
 
-def _write(folder: Path, rows: Dataset, counted: Mapping[str, int]) -> None:
+def _write(folder: Path, rows: Dataset, counted: Mapping[str, Any]) -> None:
     """Write the arrays and the info of the encoded `rows` that have a target."""
     folder.mkdir()
     parts = []

@@ -28,7 +28,7 @@ from stars_fast.base.seeds import derive
 from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
 from stars_fast.integrations.batches import PACKED, Collated, completions_of, samples_of
-from stars_fast.models.block_kinds import DecoderStack, OuroTurn
+from stars_fast.models.block_kinds import DecoderStack, ModelTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import Tokens
@@ -81,7 +81,9 @@ class JacobianPenalty(_Trainer):
     `penalty`, `token_loss` and `depth`, means since the last line, beside the `loss` of both terms.
 
     Models:
-        Ouro (this package's class): `turns` of the shared block, J of one more at h^(t).
+        Ouro, Huginn (this package's classes), looped decoders: `turns` of the shared block, J of
+            one more at h^(t). It is that in the state; where a turn takes in the prelude's output,
+            the gradient of R reaches the prelude through it.
         any decoder stack of transformers (Llama, Qwen, ...): its layers count as the block, run
             once, and J is that of one more pass at the state in which they end, before the closing
             norm. `turns` must be None. So too for Ouro by remote code and for Nanbeige, whose turns
@@ -129,6 +131,12 @@ class JacobianPenalty(_Trainer):
             raise ValueError(
                 f"turns: expected None with {type(self).__name__}, which generates at the model's "
                 f"own number of turns, got {turns!r}"
+            )
+        tol = getattr(getattr(self.model, "config", None), "convergence_tol", None)
+        if tol and _generates(self):
+            raise ValueError(
+                f"model: expected convergence_tol=None with {type(self).__name__}, whose samples "
+                f"take as many turns, got {tol!r}"
             )
         self.depth = _depth_law(self.model, turns)
         self._micros: deque[_Micro] = deque()
@@ -187,7 +195,7 @@ class JacobianPenalty(_Trainer):
         """The Trainer's loss, and in training the penalty with it."""
         inputs = dict(inputs)
         block = _block_of(self.model)
-        if isinstance(block, OuroTurn) and inputs.get("position_ids") is not None:
+        if isinstance(block, ModelTurn) and inputs.get("position_ids") is not None:
             for name in PACKED:  # the positions say the same, and TRL hands them on unread
                 inputs.pop(name, None)
         if not model.training:
@@ -200,7 +208,7 @@ class JacobianPenalty(_Trainer):
         elif micro.turns is not None:
             inputs |= {"turns": micro.turns, "tol": 0.0}
         weight = self.penalty.weight_at(micro.step)
-        with _last_output(block) as states:
+        with _last_state(self.model, block) as last:
             found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss, outputs = found if return_outputs else (found, None)
         parts = self.current_gradient_accumulation_steps if self._divides(num_items_in_batch) else 1
@@ -210,13 +218,14 @@ class JacobianPenalty(_Trainer):
             # Outside of DDP's forward, which has had the block's parameters in this iteration: a
             # gradient is reduced when the backward has summed all of it.
             share = micro.share * parts
-            penalty = share * self._penalty(states[-1], micro, inputs.get("position_ids"))
+            penalty = share * self._penalty(last, micro, inputs.get("position_ids"))
             total = self.penalty.combine(loss, penalty, weight)
         self._meter.add(loss / parts, penalty / parts, micro, penalised=bool(weight))
         return (total, outputs) if return_outputs else total
 
-    def _penalty(self, h: Tensor, micro: _Micro, position_ids: Tensor | None) -> Tensor:
-        """Mean over the samples of ||J v||^2 at h [B, S, D], a scalar; 0 without a sample."""
+    def _penalty(self, last: _Last, micro: _Micro, position_ids: Tensor | None) -> Tensor:
+        """Mean over the samples of ||J v||^2 at the last state, a scalar; 0 without a sample."""
+        h, injected = last.h, last.inputs
         samples, seed = micro.samples, self.args.seed
         if samples.count == 0:
             return h.new_zeros(())
@@ -225,6 +234,7 @@ class JacobianPenalty(_Trainer):
         elif position_ids is not None and len(position_ids) > 1:
             position_ids = samples.cut(position_ids)
         h = samples.cut(h)
+        injected = None if injected is None else samples.cut(injected)
         numbers = micro.numbers
         tokens: Tokens = samples
         scored = samples.completion
@@ -235,6 +245,7 @@ class JacobianPenalty(_Trainer):
             if position_ids is not None and len(position_ids) > 1 and not samples.packed:
                 position_ids = part.cut(position_ids)
             h, numbers = part.cut(h), [numbers[i] for i in chosen]
+            injected = None if injected is None else part.cut(injected)
             tokens = part.tokens
             scored = None if scored is None else scored[chosen]
         counted = tokens if scored is None else replace(tokens, real=scored)
@@ -245,6 +256,7 @@ class JacobianPenalty(_Trainer):
             attention_mask=None if mask is None else mask.to(h.device, non_blocking=True),
             position_ids=position_ids,
             cu_seqlens=tokens.cu_seqlens,
+            inputs=injected,
         )
         with self.accelerator.autocast():
             return jacobian_estimate(block, h, v, counted, self.penalty)
@@ -379,18 +391,19 @@ def _pad_id(trainer: Any) -> int | None:
     return None
 
 
-def _block_of(model: Any) -> OuroTurn | DecoderStack:
+def _block_of(model: Any) -> ModelTurn | DecoderStack:
     block = looped_block(model)
-    if not isinstance(block, (OuroTurn, DecoderStack)):
+    if not isinstance(block, (ModelTurn, DecoderStack)):
         raise TypeError(
-            f"model: expected Ouro or a decoder stack of transformers, got {type(model).__name__}"
+            "model: expected Ouro, Huginn or a looped decoder of this package, or a decoder stack "
+            f"of transformers, got {type(model).__name__}"
         )
     return block
 
 
 def _depth_law(model: Any, turns: DepthLaw | int | None) -> DepthLaw | None:
     """The law of the number of turns; None where the model has no choice."""
-    if not isinstance(_block_of(model), OuroTurn):
+    if not isinstance(_block_of(model), ModelTurn):
         if turns is not None:
             raise ValueError(
                 f"turns: expected None for {type(model).__name__}, whose turns can't be chosen, "
@@ -399,21 +412,39 @@ def _depth_law(model: Any, turns: DepthLaw | int | None) -> DepthLaw | None:
         return None
     if isinstance(turns, DepthLaw):
         return turns
-    number = model.config.total_ut_steps if turns is None else turns
+    number = model.config.turns if turns is None else turns
     return DepthLaw(law="fixed", value=number, low=number, high=number)
 
 
+class _Last:
+    """The last turn's state and what turns take in, [B, S, D] each, once the model has run."""
+
+    h: Tensor
+    inputs: Tensor | None = None
+
+
 @contextmanager
-def _last_output(block: OuroTurn | DecoderStack) -> Iterator[deque[Tensor]]:
-    """The outputs of the block's last module while the model runs: the state after each turn."""
-    states: deque[Tensor] = deque(maxlen=1)
+def _last_state(model: Any, block: ModelTurn | DecoderStack) -> Iterator[_Last]:
+    """The state after the last turn of each run of the model.
+
+    It is the output of the block's last module. What turns take in is among the output of their
+    model: as the Trainer calls it, since PEFT goes around the hooks of the model within, and as
+    TRL's head calls that one, whose own output says nothing of it.
+    """
+    last = _Last()
 
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        states.append(first_output(output))
+        last.h = first_output(output)
 
-    end = block.layers[-1] if block.norm is None else block.norm
-    handle = end.register_forward_hook(keep)
+    def keep_inputs(module: nn.Module, args: Any, output: Any) -> None:
+        found = getattr(output, "inputs", None)
+        last.inputs = last.inputs if found is None else found
+
+    handles = [block.last.register_forward_hook(keep)]
+    if isinstance(block, ModelTurn) and block.injects:
+        handles += [each.register_forward_hook(keep_inputs) for each in {model, block.model}]
     try:
-        yield states
+        yield last
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -79,71 +79,103 @@ class LoopedBlock(ABC, nn.Module):
         """One turn in a context."""
 
 
-class OuroTurn(LoopedBlock):
+class ModelTurn(LoopedBlock):
+    """A turn of a model of this package, which runs any number of them by its argument `turns`.
+
+    Attributes:
+        injects: whether a turn takes in `inputs`, which the output of the model holds by that name.
+    """
+
+    injects = False
+
+    def __init__(self, model: Any, given: dict[str, Tensor | None]) -> None:
+        super().__init__(given)
+        self._model = (model,)  # not as a module: its parameters are more than a turn's
+
+    @property
+    def model(self) -> Any:
+        """The model without its head, where that is a model by itself."""
+        return self._model[0]
+
+    @property
+    @abstractmethod
+    def last(self) -> nn.Module:
+        """The module that a turn ends with: its output is the state."""
+
+
+class OuroTurn(ModelTurn):
     """A model that prepares and runs its turns itself."""
 
     def __init__(self, model: Any, given: dict[str, Tensor | None]) -> None:
         refuse("Ouro", inputs=given["inputs"])
-        super().__init__(given)
-        # Only what a turn uses; the model itself would bring its embeddings in.
+        super().__init__(model, given)
         self.layers, self.norm = model.layers, model.norm
-        self._model = (model,)
+
+    @property
+    def last(self) -> nn.Module:
+        return self.norm
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
-        return getattr(self._model[0].config, "sliding_window", None), []
+        return getattr(self.model.config, "sliding_window", None), []
 
     def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Tensor | None) -> Any:
         refuse("Ouro", inputs=inputs)
-        return self._model[0].prepare(like, **given)
+        return self.model.prepare(like, **given)
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
-        return self._model[0].turn(h, context)
+        return self.model.turn(h, context)
 
 
-class LoopedDecoderTurn(LoopedBlock):
+class LoopedDecoderTurn(ModelTurn):
     """A turn of a looped decoder of this package."""
 
     def __init__(self, model: Any, given: dict[str, Tensor | None]) -> None:
-        super().__init__(given)
-        # Only what a turn uses.
+        super().__init__(model, given)
         self.layers, self.adapter, self.norm = model.block, model.adapter, model.norm_between
-        self._model = (model,)
-        self._injects = model.config.injection != "none"
-        if not self._injects:
+        self.injects = model.config.injection != "none"
+        if not self.injects:
             refuse("a looped decoder without injection", inputs=given["inputs"])
 
+    @property
+    def last(self) -> nn.Module:
+        return self.layers[-1] if self.norm is None else self.norm
+
     def made_of(self) -> tuple[Any, list[Tensor]]:
-        return self._model[0].made_of()
+        return self.model.made_of()
 
     def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Any) -> Any:
-        if not self._injects:
+        if not self.injects:
             refuse("a looped decoder without injection", inputs=inputs)
         elif inputs is None or inputs.shape != like.shape:
             raise ValueError(
                 f"inputs: expected the prelude's output, of h's shape {list(like.shape)}, got "
                 f"{None if inputs is None else list(inputs.shape)}"
             )
-        return self._model[0].prepare(like, inputs=inputs, **given)
+        return self.model.prepare(like, inputs=inputs, **given)
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
-        return self._model[0].turn(h, context)
+        return self.model.turn(h, context)
 
 
-class HuginnTurn(LoopedBlock):
+class HuginnTurn(ModelTurn):
     """Huginn of this package: the adapter mixes the input into the state, then the core layers."""
 
+    injects = True
+
     def __init__(self, model: Any, given: dict[str, Tensor | None]) -> None:
-        super().__init__(given)
-        # Only what a turn uses; the model itself would bring its other layers in.
+        super().__init__(model, given)
         self.adapter, self.core_block = model.part("adapter"), model.part("core_block")
-        self._model = (model,)
+
+    @property
+    def last(self) -> nn.Module:
+        return self.core_block[-1]
 
     def prepare(self, like: Tensor, inputs: Tensor | None = None, **given: Tensor | None) -> Any:
         inputs = _injected(inputs, like)
-        return inputs, self._model[0].prepare(like, **given)
+        return inputs, self.model.prepare(like, **given)
 
     def turn(self, h: Tensor, context: Any) -> Tensor:
-        return self._model[0].turn(h, *context)
+        return self.model.turn(h, *context)
 
 
 class DecoderStack(LoopedBlock):
@@ -164,6 +196,11 @@ class DecoderStack(LoopedBlock):
         self.rotary_emb = getattr(stack, "rotary_emb", None)
         self.config = config
         self._calls = DecoderLayers(layers, config, self.rotary_emb)
+
+    @property
+    def last(self) -> nn.Module:
+        """The module that a turn ends with: its output is the state."""
+        return self.layers[-1] if self.norm is None else self.norm
 
     def made_of(self) -> tuple[Any, list[Tensor]]:
         return self._calls.made_of()

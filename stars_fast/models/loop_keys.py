@@ -15,7 +15,18 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_LOOP = re.compile(r"loop|recurr|recurs|ut_steps")
+_LOOP_WORDS = frozenset(
+    "loop loops looped looping recur recurs recurrence recurrences recurrent recurse recursion "
+    "recursions recursive ut universal ponder pondering cycles".split()
+)
+# Of the words of a key these say by themselves that something runs more than once; those below do
+# so only where the key is a count of them and nothing else: `num_repeats`, `n_iterations`, but not
+# `no_repeat_ngram_size`, `sinkhorn_iterations` or `time_step_max`.
+_COUNTED_WORDS = frozenset(
+    "repeat repeats repetitions iteration iterations iters turns passes steps".split()
+)
+_COUNTS = frozenset("num n number of total mean".split())
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Settings of Nanbeige by which its layers are more than a map of one state.
 _NO_PLAIN_TURN = (
     "enable_hyper_connection",
@@ -58,6 +69,12 @@ def norm_closes_turn(config: Any) -> bool:
 
 def _tells(name: str, value: Any) -> bool:
     """Whether a key of a configuration says that something runs more than once."""
-    if name.startswith("_") or not _LOOP.search(name):
+    if name.startswith("_"):
         return False
-    return bool(value) and (value is True or value != 1)
+    words = [word.lower() for word in _WORD.findall(name)]
+    nouns = [word for word in words if word not in _COUNTS]
+    counts = len(nouns) == 1 and len(words) > 1 and nouns[0] in _COUNTED_WORDS
+    if not counts and _LOOP_WORDS.isdisjoint(words):
+        return False
+    once = isinstance(value, (list, tuple)) and all(each == 1 for each in value)
+    return bool(value) and not once and (value is True or value != 1)

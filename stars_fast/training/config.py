@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stars_fast.base import tree
-from stars_fast.base.choices import CHOICES, merge_settings, names_of
+from stars_fast.base.choices import CHOICES, check_task, merge_settings, names_of
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.optional import need
@@ -49,7 +49,7 @@ class LoopConfig:
     """The training loop.
 
     steps: optimiser steps; none for those that epochs takes, or 1000.
-    epochs: passes over the training data, where steps is none.
+    epochs: passes over the training data, in place of steps.
     batch_size: samples (packed: rows) per optimiser step, over all ranks and micro-batches.
     micro_batch_size: samples (packed: rows) that a rank takes at once; accumulation follows from
         it and from the number of ranks. None for accumulation.
@@ -66,6 +66,8 @@ class LoopConfig:
     device: auto is CUDA where there is one.
     threads: CPU threads per process; none for PyTorch's choice.
     compile: run the layers through torch.compile.
+    deterministic: on a GPU too, the same bits each time, by kernels that add in a fixed order; an
+        op that has none is an error. Slower, above all PyTorch's attention backward.
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
     project: of wandb and trackio.
@@ -86,10 +88,15 @@ class LoopConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     compile: bool = False
+    deterministic: bool = False
     report_to: tuple[str, ...] = ("tensorboard",)
     project: str = "stars-fast"
 
     def __post_init__(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"epochs: expected none beside steps, {self.steps}, got {self.epochs:g}"
+            )
         if self.steps is None and self.epochs is None:
             self.steps = 1000
         if self.report_to == ("none",):
@@ -150,7 +157,8 @@ class LoopConfig:
         if self.steps is not None:
             return self
         assert self.epochs is not None
-        return replace(self, steps=math.ceil(self.epochs * units / self.batch_size))
+        steps = math.ceil(self.epochs * units / self.batch_size)
+        return replace(self, steps=steps, epochs=None)
 
 
 @dataclass(kw_only=True)
@@ -348,13 +356,22 @@ def parse_overrides(words: Sequence[str], base: Mapping[str, Any]) -> dict[str, 
     alike. The fields are those of the family and kind that the words name, or else `base`.
 
     Raises:
-        ConfigError: an unknown or ambiguous field, a missing value, a stray word.
+        ConfigError: an unknown or ambiguous field, one that comes twice, a missing value, a stray
+            word.
     """
     values = _values(words)
     chosen = {path: value for path, value in values if path in ("task", *CHOICES)}
     mapping = _nested(chosen)
+    check_task(mapping)
     known = [*tree.leaves(config_class(*names_of(merge_settings(base, mapping)))), "task"]
-    return _nested(chosen | {resolve(name, known): value for name, value in values})
+    found: dict[str, tuple[str, str]] = {}
+    for name, value in values:
+        path = resolve(name, known)
+        if path in found:
+            before = " and ".join(f"--{each} {said}" for each, said in (found[path], (name, value)))
+            raise ConfigError(f"{path} is given twice: {before}")
+        found[path] = name, value
+    return _nested({path: value for path, (_, value) in found.items()})
 
 
 def _nested(values: Mapping[str, str]) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from stars_fast.base.choices import merge_settings
+from stars_fast.base.choices import check_task, merge_settings
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
-from stars_fast.base.optional import need
+from stars_fast.base.unique_keys import parse_yaml
 
 
 def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -19,6 +19,7 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     if recipe in seen:
         raise ConfigError(f"recipe {recipe} is its own base: {' -> '.join((*seen, recipe))}")
     mapping = _parse_yaml(_recipe_text(recipe), recipe)
+    check_task(mapping)
     base = mapping.pop("base", None)
     if base is None:
         return mapping
@@ -56,11 +57,10 @@ def _recipe_text(recipe: str) -> str:
 
 
 def _parse_yaml(text: str, recipe: str) -> dict[str, Any]:
-    yaml = need("yaml", "recipes")
     try:
-        mapping = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"recipe {recipe} is not YAML: {error}") from error
+        mapping = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError(f"recipe {recipe}: {error}") from error
     if mapping is None:
         raise ConfigError(f"recipe {recipe} is empty: expected a mapping of settings")
     if not isinstance(mapping, dict):

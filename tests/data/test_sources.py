@@ -56,7 +56,7 @@ def test_rows_of_each_format(tmp_path, name, write):
     config = ChatDataConfig(str(tmp_path / name))
     columns = find_columns(config, rows)
     assert columns == ("problem", "solution")
-    assert conversation(rows[2], columns) == [user("p2"), assistant("s2")]
+    assert conversation(rows[2], columns).messages == [user("p2"), assistant("s2")]
 
 
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", jsonl), ("parquet", parquet)])
@@ -170,31 +170,21 @@ def test_rows_without_text_are_left_out(tmp_path):
     rows = [{"question": q, "answer": a} for q in texts for a in texts]
     parquet(tmp_path / "rows.parquet", rows)
     found = usable_rows(load(tmp_path / "rows.parquet"), ("question", "answer"))
-    assert found.tolist() == [0, 4, 20, 24]
-    assert found.dtype == np.int64
+    assert found.rows.tolist() == [0, 4, 20, 24]
+    assert found.rows.dtype == np.int64
+    assert found.dropped == {"text": 21}
 
 
 def test_messages(tmp_path):
-    good = [system("s"), user("a"), assistant(""), user("c"), assistant("d")]
+    good = [system(""), user("a"), assistant("b"), user("c"), assistant("d")]
     chats = [good, None, [], [user("a"), assistant(None)], [user("a") | {"name": "n"}]]
     jsonl(tmp_path / "rows.jsonl", [{"messages": chat} for chat in chats])
     rows = load(tmp_path / "rows.jsonl")
-    assert usable_rows(rows, ("messages",)).tolist() == [0, 4]
-    assert conversation(rows[0], ("messages",)) == good
-    assert conversation(rows[4], ("messages",)) == [user("a")]
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ("hello", "expected a list of messages with role and content, got hello"),
-        ([{"from": "human", "value": "x"}], "expected a list of messages with role and content"),
-        ([{"role": "user", "content": ["x"]}], "role and content in 'chat': expected text, got"),
-    ],
-)
-def test_messages_of_another_form(messages, message):
-    with pytest.raises(ValueError, match=rf"data.messages: .*{message}"):
-        conversation({"chat": messages}, ("chat",))
+    found = usable_rows(rows, ("messages",))
+    assert found.rows.tolist() == [0, 4]
+    assert (found.dropped, found.unread) == ({"text": 3}, ["name"])
+    assert conversation(rows[0], ("messages",)).messages == good
+    assert conversation(rows[4], ("messages",)).messages == [user("a")]
 
 
 def test_identity_of_files_follows_their_content(tmp_path):

@@ -75,6 +75,8 @@ def test_documents_are_those_of_the_encoder(config, tokenizer, rows):
     assert chats.info == tokenised.ChatInfo(
         source_rows=60,
         null_rows=0,
+        dropped={},
+        unread=[],
         rows=60,
         without_target=0,
         truncated=0,
@@ -119,6 +121,32 @@ def test_what_is_dropped_is_counted(config, tokenizer, tmp_path):
         f"2 chats, {info.tokens} tokens, {info.targets} of them targets; 1 truncated, 1 of 3 rows "
         "dropped without target, 3 of the source's 6 without text"
     )
+
+
+def test_what_would_go_missing_is_counted_by_name(config, tokenizer, tmp_path):
+    call = [{"name": "add", "arguments": "{}"}]
+    chats = [
+        [user("q"), assistant("a")],
+        [user("q"), assistant("") | {"tool_calls": call}],
+        [user("q"), assistant("x") | {"tool_calls": call}, {"role": "tool", "content": "1"}],
+        [user("q"), assistant("a") | {"reasoning_content": "well"}],
+        [user("q"), assistant("")],
+        [user("q") | {"name": "bob"}, {"role": "Assistant", "content": "b"}],
+    ]
+    path = tmp_path / "calls.jsonl"
+    rows = [{"id": i, "messages": chat} for i, chat in enumerate(chats)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, _ = load(config(source=str(path)), tokenizer)
+    assert answers(tokenizer, found) == ["a", "b"]
+    assert found.info.dropped == {"tool_calls": 2, "reasoning_content": 1}
+    assert str(found.info).endswith(
+        "1 of the source's 6 without text, 2 for tool_calls, 1 for reasoning_content (what is "
+        "outside the contents of messages is not trained on); not read: id, name"
+    )
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[1:5]))
+    message = "data.source: expected a conversation at least, got none: 1 of the source's 4 without"
+    with pytest.raises(ValueError, match=f"{message} text, 2 for tool_calls, 1 for reasoning_cont"):
+        load(config(source=str(path)), tokenizer)
 
 
 @pytest.mark.parametrize("validation", [0, 3])

@@ -4,16 +4,20 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import huginn_models
 import torch
 import torch.nn.functional as F
-from ouro_models import tokens
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from decoder_models import decoder
+from ouro_models import model, tokens
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from stars_fast.base.seeds import derive
 from stars_fast.data.samples import sample_noise
 from stars_fast.integrations.transformers import JacobianPenalty
+from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 from stars_fast.tokens import Tokens
 
 IGNORED = -100
@@ -21,6 +25,54 @@ IGNORED = -100
 
 class StarsTrainer(JacobianPenalty, Trainer):
     pass
+
+
+def huginn(dtype=torch.float64, **fields):
+    """A Huginn whose noise before the first turn is in training that of evaluation."""
+    net = huginn_models.model(dtype=dtype, **fields)
+    net.first_state = partial(type(net).first_state, net, seed=net.config.state_seed)
+    return net
+
+
+def looped(dtype=torch.float64, name="qwen3", **options):
+    """A looped decoder whose turns take in the prelude's output, off its start."""
+    options = {"injection": "adapter", "state": "learned", "norm_between": True} | options
+    net = LoopedDecoderForCausalLM.from_decoder(decoder(name, dtype), **options)
+    generator = torch.Generator().manual_seed(2)
+    for part in (net.model.adapter, net.model.learned, net.model.norm_between):
+        for p in [] if part is None else part.parameters():
+            p.data += 0.1 * torch.randn(p.shape, generator=generator).to(dtype)
+    return net
+
+
+def llama(dtype=torch.float64):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(dtype)
+
+
+NETS = {"ouro": model, "huginn": huginn, "looped": looped, "llama": llama}
+"""Models by name; all but the last take any number of turns."""
+
+
+def own_turn(net, h, out):
+    """A turn of one of these, at the prelude's output that a call gave."""
+    if net.config.model_type == "huginn_raven":
+        return net.turn(h, out.inputs, net.prepare(h))
+    inputs = {"inputs": out.inputs} if net.config.model_type == "looped_decoder" else {}
+    return net.model.turn(h, net.model.prepare(h, **inputs))
+
+
+def first_layer(net):
+    """A weight before the turns where they take in what comes before them, else in a turn."""
+    if net.config.model_type == "huginn_raven":
+        return net.part("prelude")[0].mlp.proj.weight
+    if net.config.model_type == "looped_decoder":
+        return net.model.prelude_layers[0].mlp.up_proj.weight
+    return net.model.layers[0].mlp.up_proj.weight
 
 
 class Gradients(TrainerCallback):
@@ -105,10 +157,11 @@ def recording(collate, into):
     return collated
 
 
-def by_hand(net, micros, turns, weight, *, seed, step=0, turn=None, state=None):
+def by_hand(net, micros, turns, weight, *, seed, step=0, turn=own_turn, state=None):
     """Gradients of (1 - weight) L + weight R over the micro-batches of a step.
 
-    Each document runs alone and unpadded, and J v is a difference of the turn in fp64.
+    Each document runs alone and unpadded, and J v is a difference of the turn in fp64; `turn` is
+    called with the model, a state and the output of the document's call.
     """
     net.zero_grad()
     docs = [
@@ -117,7 +170,6 @@ def by_hand(net, micros, turns, weight, *, seed, step=0, turn=None, state=None):
         for doc in docs
     ]
     targets = sum(int((labels[:, 1:] != IGNORED).sum()) for _, labels, _ in docs)
-    turn = turn or (lambda h: net.model.turn(h, net.model.prepare(h)))
     total = 0.0
     for number, (ids, labels, t) in enumerate(docs):
         options = {} if t is None else {"turns": t}
@@ -127,8 +179,8 @@ def by_hand(net, micros, turns, weight, *, seed, step=0, turn=None, state=None):
         v = sample_noise(h, Tokens(*h.shape[:2]), seed, step, [number])
         v = v / v.norm()
 
-        def at(s, h=h, v=v):
-            return turn(h + s * 1e-3 * v)
+        def at(s, h=h, v=v, out=out):
+            return turn(net, h + s * 1e-3 * v, out)
 
         jv = (8 * (at(1) - at(-1)) - (at(2) - at(-2))) / 12e-3
         total = total + (1 - weight) * loss + weight * jv.square().sum() / len(docs)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from oracle import KeepDouble
 from ouro_models import model
-from penalised import run_two_processes
+from penalised import NETS, first_layer, own_turn, run_two_processes
 
 from stars_fast.data.samples import sample_noise
 from stars_fast.models.ouro import OuroForCausalLM
@@ -44,14 +45,15 @@ def penalty_by_hand(net, seen, seed):
     ]
     total = 0.0
     for number, (ids, new) in enumerate(rows):
-        h = net(ids[None], output_hidden_states=True).hidden_states[-1].detach()
+        out = net(ids[None], output_hidden_states=True)
+        h = out.hidden_states[-1].detach()
         real = torch.arange(len(ids))[None] >= len(ids) - new
         v = sample_noise(h, Tokens(1, len(ids), real), seed, 0, [number])
         assert not v[:, : len(ids) - new].any()
         v = v / v.norm()
 
-        def turn(s, h=h, v=v):
-            return net.model.turn(h + s * 1e-3 * v, net.model.prepare(h))
+        def turn(s, h=h, v=v, out=out):
+            return own_turn(net, h + s * 1e-3 * v, out)
 
         jv = (8 * (turn(1) - turn(-1)) - (turn(2) - turn(-2))) / 12e-3
         total = total + jv[real].square().sum() / len(rows)
@@ -59,34 +61,46 @@ def penalty_by_hand(net, seen, seed):
     return {n: p.grad.clone() for n, p in net.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "accumulation"), [("ouro", 1), ("ouro", 2), ("huginn", 2), ("looped", 1)]
+)
 def test_the_gradient_is_that_of_grpo_and_of_the_completions_by_hand(
-    tokenizer, tmp_path, accumulation
+    tokenizer, tmp_path, kind, accumulation
 ):
     torch.manual_seed(1)
-    net = model(vocab_size=len(tokenizer))
+    net = NETS[kind]()
     state = {name: x.clone() for name, x in net.state_dict().items()}
-    plain, without = train(net, tokenizer, tmp_path / "a", 0.0, accumulation)
-    net.load_state_dict(state)
-    trainer, found = train(net, tokenizer, tmp_path / "b", 0.3, accumulation)
+    with KeepDouble():
+        plain, without = train(net, tokenizer, tmp_path / "a", 0.0, accumulation)
+        net.load_state_dict(state)
+        trainer, found = train(net, tokenizer, tmp_path / "b", 0.3, accumulation)
     assert len(trainer.seen) == accumulation
     for one, other in zip(plain.seen, trainer.seen, strict=True):
         assert torch.equal(one["completion_ids"], other["completion_ids"])
     net.load_state_dict(state)
-    penalty = penalty_by_hand(net, trainer.seen, seed=5)
+    with KeepDouble():
+        penalty = penalty_by_hand(net, trainer.seen, seed=5)
     row = next(row for row in trainer.state.log_history if "penalty" in row)
-    assert row["depth"] == net.config.total_ut_steps
+    assert row["depth"] == net.config.turns
     for name, got in found.items():
         expected = 0.7 * without[name] + 0.3 * penalty.get(name, torch.zeros_like(got))
         # TRL's own head computes its loss in fp32.
         assert (got - expected).norm() <= 1e-6 * expected.norm(), name
-    some = "model.layers.0.mlp.up_proj.weight"
+    weight = first_layer(net)
+    some = next(name for name, p in net.named_parameters() if p is weight)
     assert penalty[some].norm() > 1e-3 * without[some].norm() > 0
 
 
 def test_another_depth_than_the_one_it_generates_at_is_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match="turns: expected None with Recorded"):
         train(model(vocab_size=len(tokenizer)), tokenizer, tmp_path, 0.1, turns=2)
+
+
+def test_samples_that_rest_early_are_refused(tokenizer, tmp_path):
+    net = NETS["huginn"]()
+    net.config.convergence_tol = 0.1
+    with pytest.raises(ValueError, match="model: expected convergence_tol=None with Recorded"):
+        train(net, tokenizer, tmp_path, 0.1)
 
 
 def test_two_processes_have_the_mean_over_the_rows_of_both(checkpoint, tmp_path):

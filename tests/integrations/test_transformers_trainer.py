@@ -7,11 +7,14 @@ import torch
 from oracle import KeepDouble, relative_error
 from ouro_models import checkpoint, model
 from penalised import (
+    NETS,
     Gradients,
     StarsTrainer,
     arguments,
     by_hand,
     documents,
+    first_layer,
+    llama,
     padded,
     recording,
     run_two_processes,
@@ -61,21 +64,29 @@ def logged(trainer):
 # -- the gradient
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_the_gradient_of_a_step_is_that_by_hand(trained, side):
-    micros = []
-    trainer, steps = trained(
-        model(), documents(LENGTHS), recording(padded(side), micros),
-        accumulation=2, penalty_weight=0.3, turns=LAW,
-    )  # fmt: skip
-    turns = turns_of(LAW, 2, seed=5)
-    expected = by_hand(model(), micros, turns, 0.3, seed=5)
+LOOPED = [name for name in NETS if name != "llama"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "side"),
+    [("ouro", "left"), ("ouro", "right"), ("huginn", "left"), ("looped", "right")],
+)
+def test_the_gradient_of_a_step_is_that_by_hand(trained, kind, side):
+    make, micros = NETS[kind], []
+    with KeepDouble():
+        trainer, steps = trained(
+            make(), documents(LENGTHS), recording(padded(side), micros),
+            accumulation=2, penalty_weight=0.3, turns=LAW,
+        )  # fmt: skip
+        turns = turns_of(LAW, 2, seed=5)
+        expected = by_hand(make(), micros, turns, 0.3, seed=5)
+        without = by_hand(make(), micros, turns, 0.0, seed=5)
     assert_same(steps[0], expected, 1e-8)
     row = logged(trainer)[0]
     assert row["depth"] == sum(turns) / 2
     assert row["loss"] == pytest.approx(0.7 * row["token_loss"] + 0.3 * row["penalty"], rel=1e-5)
-    without = by_hand(model(), micros, turns, 0.0, seed=5)
-    some = "model.layers.0.mlp.up_proj.weight"
+    weight = first_layer(trainer.model)
+    some = next(n for n, p in trainer.model.named_parameters() if p is weight)
     assert relative_error(expected[some], without[some]) > 1e-2  # the penalty weighs something
 
 
@@ -97,19 +108,21 @@ def test_how_a_batch_is_split_does_not_matter(trained, per_item):
 @pytest.mark.slow
 @pytest.mark.parametrize("bounds", [True, False])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_packed_documents_have_the_gradient_of_padded_ones(trained, bounds, fraction):
+@pytest.mark.parametrize("kind", LOOPED)
+def test_packed_documents_have_the_gradient_of_padded_ones(trained, kind, bounds, fraction):
     from transformers import DataCollatorWithFlattening
 
-    data, law = documents(LENGTHS), {"penalty": PenaltyConfig(0.3, fraction=fraction), "turns": 2}
+    make, data = NETS[kind], documents(LENGTHS)
+    law = {"penalty": PenaltyConfig(0.3, fraction=fraction), "turns": 2}
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=bounds)
     lists = [{name: x.tolist() for name, x in row.items()} for row in data]
-    _, packed = trained(model(), lists, flat, 4, **law)
-    _, rows = trained(model(), data, padded("right"), 4, **law)
+    _, packed = trained(make(), lists, flat, 4, **law)
+    _, rows = trained(make(), data, padded("right"), 4, **law)
     assert_same(packed[0], rows[0], 1e-10)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ouro", "llama"])
+@pytest.mark.parametrize("kind", NETS)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_what_fills_a_packed_row_changes_nothing(trained, kind, fraction):
     sft = pytest.importorskip("trl.trainer.sft_trainer")
@@ -117,15 +130,14 @@ def test_what_fills_a_packed_row_changes_nothing(trained, kind, fraction):
         {name: x.tolist() for name, x in row.items()} for row in documents((6, 1, 7, 8), prompt=1)
     ]
     law = {"penalty": PenaltyConfig(0.5, fraction=fraction)} | (
-        {"turns": 2} if kind == "ouro" else {}
+        {} if kind == "llama" else {"turns": 2}
     )
     found = []
     for multiple in (None, 32):
         collate = sft.DataCollatorForLanguageModeling(
             pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple
         )
-        net = model() if kind == "ouro" else llama()
-        trainer, steps = trained(net, data, collate, 4, **law)
+        trainer, steps = trained(NETS[kind](), data, collate, 4, **law)
         found.append((steps[0], logged(trainer)[0]["penalty"]))
     assert_same(found[1][0], found[0][0], 1e-10)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-6)
@@ -150,10 +162,11 @@ def test_a_row_of_pads_alone_changes_nothing(trained):
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_gradients_of_one(tmp_path):
-    run_two_processes("two_processes.py", checkpoint(), tmp_path, 2)
+@pytest.mark.parametrize("kind", LOOPED)
+def test_two_processes_have_the_gradients_of_one(kind, tmp_path):
+    run_two_processes("two_processes.py", kind, tmp_path, 2)
     both, history = torch.load(tmp_path / "steps.pt", weights_only=False)
-    alone, expected = two_steps(checkpoint(), tmp_path, 4, ddp_backend=None)
+    alone, expected = two_steps(kind, tmp_path, 4, ddp_backend=None)
     assert len(both) == len(alone) == 2
     for mine, other in zip(both, alone, strict=True):
         assert_same(mine, other, 1e-9)
@@ -161,11 +174,11 @@ def test_two_processes_have_the_gradients_of_one(tmp_path):
         assert history[0][name] == pytest.approx(expected[0][name], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ouro", "llama"])
+@pytest.mark.parametrize("kind", NETS)
 def test_recomputation_changes_no_gradient(trained, kind):
     data, found = documents(LENGTHS), []
     for recompute in (False, True):
-        net, turns = (model(), 2) if kind == "ouro" else (llama(), None)
+        net, turns = NETS[kind](), None if kind == "llama" else 2
         options = {"gradient_checkpointing": recompute}
         found.append(trained(net, data, padded("left"), turns=turns, options=options)[1][0])
         assert net.is_gradient_checkpointing == recompute
@@ -198,14 +211,16 @@ class ResumedTrainer(StarsTrainer):
         return super().train(resume_from_checkpoint=str(self.start))
 
 
-def test_evaluation_is_the_plain_loss_at_the_models_own_turns(trained):
-    net, data = model(), documents(LENGTHS)
+@pytest.mark.parametrize("kind", LOOPED)
+def test_evaluation_is_the_plain_loss_at_the_models_own_turns(trained, kind):
+    net, data = NETS[kind](), documents(LENGTHS)
     trainer, _ = trained(net, data, padded("right"), turns=2, options={"max_steps": 2})
     found = trainer.evaluate(data)
     with torch.no_grad():
         expected = net(**padded("right")(data)).loss
     assert found["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert not {"eval_penalty", "penalty", "depth"} & set(found)
+    assert trainer.predict(data).predictions.shape == (4, max(LENGTHS), 320)
 
 
 def test_under_autocast_the_penalty_is_nearly_that_of_fp32(trained):
@@ -224,17 +239,6 @@ def test_under_autocast_the_penalty_is_nearly_that_of_fp32(trained):
 # -- models
 
 
-def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, attn_implementation="sdpa",
-    )  # fmt: skip
-    return LlamaForCausalLM(config).double()
-
-
 def test_of_a_decoder_stack_the_layers_are_the_block(trained):
     micros, data = [], documents([7] * 2)
     with KeepDouble():
@@ -242,7 +246,7 @@ def test_of_a_decoder_stack_the_layers_are_the_block(trained):
             llama(), data, recording(padded("right"), micros), penalty_weight=0.5
         )
 
-    def turn(net, h):
+    def turn(net, h, out=None):
         places = torch.arange(h.shape[1])[None]
         tables = net.model.rotary_emb(h, places)
         for layer in net.model.layers:
@@ -252,11 +256,34 @@ def test_of_a_decoder_stack_the_layers_are_the_block(trained):
     net = llama()
     with KeepDouble():
         expected = by_hand(
-            net, micros, [None], 0.5, seed=5, turn=partial(turn, net),
+            net, micros, [None], 0.5, seed=5, turn=turn,
             state=lambda net, ids: turn(net, net.model.embed_tokens(ids)),
         )  # fmt: skip
     assert_same(steps[0], expected, 1e-7)
     assert "depth" not in logged(trainer)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "targets"), [("huginn", "core_block.*Wqkv"), ("looped", "block.*q_proj")]
+)
+def test_adapters_have_the_gradient_of_their_product(trained, kind, targets):
+    """The prelude's output is found through PEFT's models too: with B = 0 the gradient of B is the
+    weight's times A."""
+    peft = pytest.importorskip("peft")
+    data, given = documents(LENGTHS), {"penalty_weight": 0.3, "turns": 2}
+    _, (plain,) = trained(NETS[kind](), data, padded("left"), 4, **given)
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=f".*{targets}")
+    net = peft.get_peft_model(NETS[kind](), config, autocast_adapter_dtype=False)
+    maps = {name: p.clone() for name, p in net.named_parameters() if "lora_A" in name}
+    _, (adapted,) = trained(net, data, padded("left"), 4, **given)
+    found = {name: grad for name, grad in adapted.items() if "lora_B" in name}
+    assert found
+    for name, grad in found.items():
+        place = name.removeprefix("base_model.model.").replace("lora_B.default.", "")
+        a = maps[name.replace("lora_B", "lora_A")].double()
+        assert relative_error(grad, plain[place] @ a.T) <= 1e-9, name
 
 
 def test_what_it_can_not_train_is_refused(tmp_path):
@@ -308,7 +335,7 @@ NAN = float("nan")
         ({"penalty_wieght": 0.1}, TypeError, "penalty_wieght: expected an option .*penalty_weight"),
         ({"model": lambda x: x}, TypeError, "model: expected a module, got function"),
         ({"model": "gpt2"}, TypeError, "model: expected a module, got str"),
-        ({"model": nn.Linear(3, 3)}, TypeError, "model: expected Ouro or a decoder stack"),
+        ({"model": nn.Linear(3, 3)}, TypeError, "model: expected Ouro, Huginn or a looped"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(tmp_path, given, kind, message):
@@ -377,8 +404,16 @@ def test_batches_without_bounds_are_refused(trained):
 # -- TRL
 
 
-@pytest.mark.parametrize("padding_free", [False, True])
-def test_trls_trainer_has_the_gradient_by_hand(trained, padding_free):
+@pytest.mark.parametrize(
+    ("kind", "padding_free"),
+    [
+        ("ouro", False),
+        ("ouro", True),
+        pytest.param("huginn", True, marks=pytest.mark.slow),
+        pytest.param("looped", False, marks=pytest.mark.slow),
+    ],
+)
+def test_trls_trainer_has_the_gradient_by_hand(trained, kind, padding_free):
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -392,9 +427,10 @@ def test_trls_trainer_has_the_gradient_by_hand(trained, padding_free):
         for a, b in ((1, 2), (31, 45), (7, 9), (120, 3))
     ]  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(checkpoint())
-    micros, net = [], model()
+    make, micros = NETS[kind], []
     options = {
         "kind": trl.SFTConfig, "padding_free": padding_free, "max_length": None, "bf16": False,
+        "gradient_checkpointing": False,
     }  # fmt: skip
     data = Dataset.from_list(chats)
 
@@ -403,12 +439,13 @@ def test_trls_trainer_has_the_gradient_by_hand(trained, padding_free):
             super().__init__(*args, **kwargs)
             self.data_collator = recording(self.data_collator, micros)
 
-    trainer, steps = trained(
-        net, data, None, accumulation=2, kind=Recorded, options=options,
-        processing_class=tokenizer, penalty_weight=0.3, turns=LAW,
-    )  # fmt: skip
-    docs = [[dict.fromkeys(("input_ids", "labels"), d["input_ids"]) for d in m] for m in micros]
-    turns = turns_of(LAW, 2, seed=5)
+    with KeepDouble():
+        trainer, steps = trained(
+            make(), data, None, accumulation=2, kind=Recorded, options=options,
+            processing_class=tokenizer, penalty_weight=0.3, turns=LAW,
+        )  # fmt: skip
+        docs = [[dict.fromkeys(("input_ids", "labels"), d["input_ids"]) for d in m] for m in micros]
+        expected = by_hand(make(), docs, turns_of(LAW, 2, seed=5), 0.3, seed=5)
     # TRL's own head computes the token loss in fp32.
-    assert_same(steps[0], by_hand(model(), docs, turns, 0.3, seed=5), 1e-6)
+    assert_same(steps[0], expected, 1e-6)
     assert {"penalty", "token_loss", "depth", "mean_token_accuracy"} <= set(logged(trainer)[0])

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import explain, fused_jsrr, fused_jvp
+from stars_fast.models.loop_keys import norm_closes_turn
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import check_tokens, describe_tokens
@@ -286,6 +287,15 @@ UNKNOWN = {
     "loop_map": {"0": 2},
     "recurse_layers": 4,
     "use_loop_encoding": True,
+    "n_repeats": 3,
+    "num_iterations": 3,
+    "universal_steps": 4,
+    "numLoops": 2,
+    "number_of_turns": 2,
+    "total_passes": 3,
+    "L_cycles": 3,
+    "pondering_steps": 2,
+    "recursion_depths": [1, 2, 1],
 }
 
 
@@ -299,6 +309,50 @@ def test_a_loop_that_is_not_known_is_named(key):
     said = looped_block(model, norm=False, layers=slice(1, 3))
     h = state(B, S, D)
     assert torch.equal(said(h), looped_block(llama_with(), layers=slice(1, 3))(h))
+
+
+NO_LOOP = {
+    "loopback_url": "http://localhost",
+    "no_repeat_ngram_size": 3,
+    "time_step_max": 0.1,
+    "sinkhorn_iterations": 20,
+    "repetition_penalty": 1.2,
+    "max_steps": 1000,
+    "outputs": 4,
+    "tropes": "loops",
+    "num_loops": 1,
+    "n_repeats": None,
+    "loop_counts": [1, 1, 1],
+    "is_looped": False,
+}
+
+
+@pytest.mark.parametrize("key", NO_LOOP)
+def test_a_key_that_tells_of_no_loop_is_let_through(key):
+    assert looped_block(llama_with(**{key: NO_LOOP[key]})).norm is None
+
+
+LOOPING = {"dory", "esmfold2", "hrm_text", "inkling2_loop", "inkling2_loop_text"}
+"""Model types of transformers that run some of their layers more than once."""
+
+
+@pytest.mark.slow
+def test_no_configuration_of_transformers_is_taken_for_a_loop():
+    """Each with its defaults: only those that do loop are refused, whatever else their keys say."""
+    transformers = pytest.importorskip("transformers")
+    seen, refused = 0, set()
+    for kind in dict.fromkeys(transformers.CONFIG_MAPPING):
+        try:
+            config = transformers.CONFIG_MAPPING[kind]()
+        except Exception:  # it has no defaults, or wants another library
+            continue
+        seen += 1
+        try:
+            assert norm_closes_turn(config) == (kind == "ouro")
+        except ValueError:
+            refused.add(kind)
+    assert seen > 300
+    assert refused <= LOOPING
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+import huginn_models
+import ouro_models
 import transformers
 from decoder_models import DECODERS, LAYERS, MORE, WIDTH, decoder, left_padded, tokens
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -136,6 +138,21 @@ def test_the_loss_is_transformers():
     plain = decoder("olmo2", torch.float32)
     found = LoopedDecoderForCausalLM.from_decoder(plain)(ids, labels=labels, turns=1).loss
     torch.testing.assert_close(found, plain(ids, labels=labels).loss)
+
+
+@pytest.mark.parametrize("kind", ["ouro", "huginn", "looped"])
+def test_the_loss_of_padded_rows_is_that_of_the_rows(kind):
+    """No more and no less: the last pad on the left foretells nothing, and the first token of a
+    row is no target."""
+    make = {"ouro": ouro_models.model, "huginn": huginn_models.model, "looped": looped}
+    model, (ids, mask) = make[kind](), left_padded(tokens(2, 9), 9, 6)
+    labels = ids.masked_fill(mask == 0, -100)
+    alone = [
+        model(ids[i : i + 1, -n:], labels=ids[i : i + 1, -n:], num_items_in_batch=1).loss
+        for i, n in enumerate((9, 6))
+    ]
+    found = model(ids, attention_mask=mask, labels=labels).loss
+    torch.testing.assert_close(found, sum(alone) / (8 + 5), **CLOSE)
 
 
 def test_a_router_s_loss_is_refused_rather_than_left_out():

@@ -97,6 +97,89 @@ def test_mistakes_name_the_field(recipe, words, message):
         load_config(str(recipe), words)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words", "expected"),
+    [
+        ("train: {steps: 30}", "--train.epochs 2", (None, 2.0)),
+        ("train: {epochs: 2}", "--train.steps 30", (30, None)),
+        ("train: {steps: 30}", "--train.epochs none", (30, None)),
+        ("train: {epochs: 2}", "--epochs 3 --steps none", (None, 3.0)),
+        ("train: {steps: 30, epochs: null}", "--seed 1", (30, None)),
+        ("base: base.yaml", "", (None, 4.0)),
+        ("base: base.yaml\ntrain: {steps: 5}", "", (5, None)),
+        ("base: base.yaml\ntrain: {steps: 5}", "--epochs 1", (None, 1.0)),
+    ],
+)
+def test_the_last_word_on_steps_and_epochs_holds(tmp_path, recipe, words, expected):
+    (tmp_path / "base.yaml").write_text("method: stars\ntrain: {epochs: 4}\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(recipe if "base" in recipe else f"method: stars\n{recipe}\n")
+    train = load_config(str(path), words.split()).train
+    assert (train.steps, train.epochs) == expected
+
+
+def test_the_last_word_on_other_pairs_holds(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("method: stars\ntrain: {batch_size: 8, micro_batch_size: 2}\n")
+    train = load_config(str(path), ["--accumulation", "1"]).train
+    assert (train.micro_batch_size, train.on(1).accumulation) == (None, 1)
+    assert load_config(str(path)).train.on(1).accumulation == 4
+    path.write_text("method: stars\ntrain: {batch_size: 8, accumulation: 2}\n")
+    assert load_config(str(path), ["--micro_batch_size", "2"]).train.on(1).accumulation == 4
+
+    chats = "task: ouro\nmethod: stars\ndata: {source: tiny-chat, %s}\n"
+    path.write_text(chats % "prompt: q, answer: a")
+    data = load_config(str(path), ["--data.messages", "talk"]).data
+    assert (data.messages, data.prompt, data.answer) == ("talk", None, None)
+    path.write_text(chats % "messages: talk")
+    data = load_config(str(path), ["--data.prompt", "q", "--data.answer", "a"]).data
+    assert (data.messages, data.prompt, data.answer) == (None, "q", "a")
+    with pytest.raises(ConfigError, match="prompt and answer must come together"):
+        load_config(str(path), ["--data.prompt", "q"])
+
+
+def test_a_task_on_the_command_line_is_not_the_recipes(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("method: stars\nmodel: {family: huginn, path: tiny}\ndata: {kind: sums}\n")
+    config = load_config(str(path), ["--task", "ouro", "--data.source", "tiny-chat"])
+    assert (config.model.family, config.data.kind) == ("ouro", "chats")
+    words = ["--task", "ouro", "--family", "huginn", "--data.kind", "sums"]
+    with pytest.raises(
+        ConfigError, match=r"task: expected none beside model\.family and data\.kind"
+    ):
+        load_config(str(path), words)
+    path.write_text("task: ouro\nmethod: stars\nmodel: {family: huginn}\ndata: {kind: sums}\n")
+    with pytest.raises(ConfigError, match=r"task: expected none beside"):
+        load_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--steps 3 --steps 3", r"train\.steps is given twice: --steps 3 and --steps 3"),
+        ("--steps=3 --train.steps 4", r"given twice: --steps 3 and --train\.steps 4"),
+        ("--reg-weight 0 --penalty.weight 1", r"penalty\.weight is given twice"),
+        ("--family ouro --model.family huginn", r"model\.family is given twice"),
+        ("--steps 3 --epochs 3", r"train: epochs: expected none beside steps, 3, got 3"),
+    ],
+)
+def test_a_field_is_given_once(recipe, words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(str(recipe), words.split())
+
+
+def test_a_recipe_with_a_key_twice(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("method: stars\ntrain: {steps: 5}\nname: x\ntrain: {batch_size: 4}\n")
+    with pytest.raises(ConfigError, match="train is there twice, in line 2 and in line 4"):
+        load_config(str(path))
+    config = tmp_path / "run" / "config.yaml"
+    config.parent.mkdir()
+    config.write_text("optim:\n  lr: 1\n  lr: 2\n")
+    with pytest.raises(ConfigError, match=r"optim\.lr is there twice, in line 2 and in line 3"):
+        load_config(str(config.parent))
+
+
 def test_the_root_wins_and_an_ambiguous_name_lists_its_meanings():
     assert parse_overrides(["--seed", "1", "--data.seed", "2"], {}) == {
         "seed": "1",

@@ -35,11 +35,13 @@ class HuginnCausalLMOutput(CausalLMOutputWithPast):
     loss: scalar, with `labels`.
     logits: [B, S', V]; S' as `logits_to_keep` says; None where they are skipped.
     hidden_states: with `output_hidden_states`, (s_0, ..., s_T), each [B, S, D].
+    last_hidden_state: [B, S, D], what the head reads.
     inputs: [B, S, D], the prelude's output, which every turn takes in.
     turns: [B, S] int64, turns executed for each token.
     real: [B, S] boolean, True on real tokens; None where all are.
     """
 
+    last_hidden_state: Tensor | None = None
     inputs: Tensor | None = None
     turns: Tensor | None = None
     real: Tensor | None = None
@@ -195,6 +197,7 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
             loss=loss,
             logits=None if skip_logits else self.lm_head(_kept(out, logits_to_keep)),
             hidden_states=tuple(states) if keep else None,
+            last_hidden_state=out,
             inputs=e,
             turns=depth.turns,
             real=context.real,

@@ -84,13 +84,26 @@ class Task:
         """The model, for the banner."""
         return self.family.describe(self.config.model)
 
+    @property
+    def packs(self) -> bool:
+        """Whether a unit of the data is a row of several samples."""
+        return kind_named(self.config.data.kind).packs(self.config.data)
+
     def describe(self, samples: int, tokens: int) -> str:
         """A step's batch, for the banner."""
-        rows = self.config.train.batch_size
-        packed = (
-            f" in {rows} rows" if kind_named(self.config.data.kind).packs(self.config.data) else ""
-        )
+        packed = f" in {self.config.train.batch_size} rows" if self.packs else ""
         return f"{samples} {self.data.unit}{packed} = {tokens:,} tokens"
+
+    def warnings(self) -> list[str]:
+        """Lines on a batch that the data are too few for."""
+        size, units = self.config.train.batch_size, len(self.data.source)
+        if size <= units:
+            return []
+        what = f"packed rows of {self.data.unit}" if self.packs else self.data.unit
+        return [
+            f"train.batch_size ({size:,}) is more than the {units:,} {what} to train on: a step "
+            f"takes the same ones {size / units:.3g} times on average"
+        ]
 
     def write(self, folder: RunFolder) -> None:
         """Write to the run folder what is needed beside weights; the first process calls it."""

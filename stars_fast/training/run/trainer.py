@@ -14,8 +14,10 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
 from stars_fast.training.config import RunConfig
+from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
+from stars_fast.training.run.deterministic import deterministic
 from stars_fast.training.run.folder import open_run, reason_to_refuse, write_results
 from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
@@ -47,8 +49,8 @@ class Outcome(NamedTuple):
 def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
-    With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a folder
-    that is not there yet begins.
+    With `resume` the run in the folder continues from its newest checkpoint, bit for bit on the CPU
+    and with `train.deterministic` on a GPU; a folder that is not there yet begins.
 
     Raises:
         ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
@@ -56,7 +58,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    with processes(config.train.device) as world:
+    with deterministic(config.train.deterministic), processes(config.train.device) as world:
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
         task = Task(config, world)
@@ -167,8 +169,15 @@ class Trainer:
                 "another version of data.source"
             )
         self._load()
+        if self.step > train.total_steps:
+            raise ConfigError(
+                f"train.steps: expected at least the {self.step:,} steps that the run in "
+                f"{folder.path} has done, got {train.total_steps:,}"
+            )
         self.begins_again = resume and folder.config.exists() and not self.step
         self.notes: list[str] = []
+        if resume and folder.config.exists() and world.first:
+            self.notes += changed_settings(folder, given, self.step, len(task.data.source))
         if config.memory.recompute != "none":
             self.notes += fit_memory(
                 self.step_loss, loss, self.optimizer, self.batches, config, world
@@ -357,6 +366,7 @@ class Trainer:
                 "same samples in the same order, but not bit for bit"
                 + ("" if config.train.micro_batch_size is None else ", nor at the same depths")
             )
+        notes += self.task.warnings()
         notes += self.penalty.warnings(self.size.micro_samples)
         notes += beyond_the_end(config)
         rounding = rounding_warning(

@@ -1,25 +1,23 @@
-"""Two steps of the penalised Trainer: two_processes.py CHECKPOINT OUT MICRO."""
+"""Two steps of the penalised Trainer: two_processes.py KIND OUT MICRO."""
 
 import sys
 from pathlib import Path
 
 import torch
-from penalised import Gradients, StarsTrainer, arguments, documents, padded
+from penalised import NETS, Gradients, StarsTrainer, arguments, documents, padded
 
 from stars_fast.models.depth import DepthLaw
-from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.training.scale.distributed import settle
 
 LENGTHS = (5, 8, 6, 9, 7, 5, 8, 4, 6, 9, 5, 7, 8, 6, 4, 7)
 
 
-def train(checkpoint, out, micro, **options):
+def train(kind, out, micro, **options):
     """Gradients of both steps, of eight documents each in two micro-batches."""
-    net = OuroForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     kept = Gradients()
     options = {"ddp_backend": "gloo", "max_steps": 2, "accumulation": 2} | options
     trainer = StarsTrainer(
-        net,
+        NETS[kind](),
         arguments(out, micro, **options),
         train_dataset=documents(LENGTHS),
         data_collator=padded("right"),
@@ -32,8 +30,8 @@ def train(checkpoint, out, micro, **options):
 
 
 if __name__ == "__main__":
-    folder, out, micro = sys.argv[1:]
-    steps, history = train(folder, out, int(micro))
+    kind, out, micro = sys.argv[1:]
+    steps, history = train(kind, out, int(micro))
     if torch.distributed.get_rank() == 0:
         torch.save((steps, history), Path(out) / "steps.pt")
     torch.distributed.barrier()

@@ -31,6 +31,7 @@ def reward(prompts, completions, completion_ids, **kwargs):
 def train(net, tokenizer, folder, weight, accumulation=2, launch=None, **options):
     """The trainer after a step, and the gradients of that."""
     settings = {"num_generations": 2, "max_completion_length": 6, "bf16": False, "beta": 0.0}
+    settings["gradient_checkpointing"] = False  # by default TRL recomputes
     args = arguments(folder, 2, accumulation, trl.GRPOConfig, **settings, **launch or {})
     data = Dataset.from_dict({"prompt": ["1 + 2", "a much longer question", "7 * 8", "9 - 1"]})
     gradients = Gradients()

@@ -39,6 +39,60 @@ def test_resume_goes_on_in_the_folder_it_is_given(run, monkeypatch):
     assert not (run.parent / "runs").exists()
 
 
+def test_a_resumed_run_says_what_has_changed(run, capsys):
+    told = capsys.readouterr()
+    assert "changed settings" not in told.out + told.err
+    assert main(["train", str(run), "--resume"]) == 0
+    told = capsys.readouterr()
+    assert "changed settings" not in told.out + told.err
+    words = ["--resume", "--steps", "4", "--decay_steps", "0", "--keep", "3"]
+    assert main(["train", str(run), *words]) == 0
+    told = " ".join(capsys.readouterr()).replace("\n", " ")
+    assert "changed settings: train.steps was 2 and is 4; train.keep was 2 and is 3" in told
+    assert "optim.lr" not in told  # wsd without a decay: it is constant
+    assert main(["train", str(run), "--resume", "--epochs", "2"]) == 0
+    told = " ".join(capsys.readouterr())
+    assert "train.steps was 4 and is None; train.epochs was None and is 2.0" in told
+    assert steps(run) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_longer_schedule_says_what_it_does_to_the_learning_rate(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [*SMALL, "--schedule", "cosine", "--lr", "1e-3", "--out", "c"]
+    assert main(["train", "addition-quick", *words]) == 0
+    capsys.readouterr()
+    assert main(["train", "c", "--resume", "--steps", "6"]) == 0
+    said = " ".join(capsys.readouterr())
+    assert (
+        "warning: optim.lr goes on by the schedule of 6 steps, at 0.000655, after the schedule of "
+        "2 steps had come to 0" in said
+    )
+    shutil.rmtree(tmp_path / "c/checkpoints/step-000006")
+    assert main(["train", "c", "--resume", "--steps", "4"]) == 0
+    assert "at 0.00025 rather than 0.000655, of 6 steps" in " ".join(capsys.readouterr())
+
+
+def test_a_batch_of_more_than_the_data_is_announced(run, capsys):
+    assert "is more than" not in capsys.readouterr().err
+    few = ["--train_samples", "5", "--out", "few"]
+    words = [word for word in SMALL if word not in ("--train_samples", "30")]
+    assert main(["train", "addition-quick", *words, *few]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "warning: train.batch_size (8) is more than the 5 1-digit sums to train on: a step takes "
+        "the same ones 1.6 times on average" in said
+    )
+
+
+@pytest.mark.parametrize("words", [["--steps", "1"], ["--epochs", "0.1"]])
+def test_fewer_steps_than_done_are_refused(run, capsys, words):
+    assert main(["train", str(run), "--resume", *words]) == 2
+    said = capsys.readouterr().err
+    assert "train.steps: expected at least the 2 steps that the run" in said
+    assert said.rstrip().endswith("got 1")
+    assert load_config(str(run)).train.steps == 2
+
+
 def test_a_finished_run_without_checkpoints_is_not_overwritten(run, capsys):
     shutil.rmtree(run / "checkpoints")
     assert main(["train", str(run), "--resume"]) == 2

@@ -81,10 +81,12 @@ def test_accumulation_follows_from_the_micro_batch_and_must_not_contradict_it():
         LoopConfig(batch_size=16, micro_batch_size=2, accumulation=3).on(2)
 
 
-def test_epochs_say_the_steps_unless_steps_do():
+def test_epochs_or_steps_say_the_steps():
     assert LoopConfig(epochs=1, batch_size=4).over(10).total_steps == 3
     assert LoopConfig(epochs=2.5, batch_size=4).over(10).total_steps == 7
-    assert LoopConfig(epochs=1, steps=5).over(10).total_steps == 5
+    assert LoopConfig(steps=5).over(10).total_steps == 5
+    with pytest.raises(ValueError, match=r"epochs: expected none beside steps, 5, got 1"):
+        LoopConfig(epochs=1, steps=5)
     assert LoopConfig().over(10).total_steps == 1000
 
 
