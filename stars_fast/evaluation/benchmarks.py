@@ -52,7 +52,7 @@ class OpenTask:
 
     @cached_property
     def content(self) -> Content:
-        """What it asks and what it is judged by."""
+        """Hashes of what it asks and is judged by."""
         return content_of(self.task)
 
 

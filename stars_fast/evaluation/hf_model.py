@@ -120,8 +120,7 @@ class StandardLM(Recording, HFLM):
         return self.model.generate(**options)
 
     def _depth(self, row: int, length: int) -> dict[str, Any]:
-        """What is measured of the depth of a row of the batch, whose response has `length`
-        tokens."""
+        """Measurements of the depth of a row of the batch, whose response has `length` tokens."""
         return {}
 
     def _measure(self, made: Tensor, cap: int, strings: list[str], begun: float) -> None:

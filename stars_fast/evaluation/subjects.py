@@ -9,7 +9,6 @@ import torch
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.models.folders import check_exists
 from stars_fast.models.saved import ModelSource, find_model, load_model, load_tokenizer
 from stars_fast.models.standard import StandardModel, find_standard
 
@@ -26,10 +25,6 @@ def find_subject(path: str, step: int | None, option: str) -> Subject:
     is_run = run.config.exists() or (run.model / "config.json").exists()
     names = ("config.json", "adapter_config.json")
     if not is_run and (not here.is_dir() or any((here / name).exists() for name in names)):
-        try:
-            check_exists(path)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
         standard = find_standard(path)
         if standard is not None:
             if step is not None:

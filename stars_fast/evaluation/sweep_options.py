@@ -9,7 +9,7 @@ from stars_fast.evaluation.recording import Sampling
 from stars_fast.models.adaptive import Per
 
 TEMPERATURE = 0.6
-"""Of samples by default."""
+"""The default of samples."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.models.adapter_folder import adapter_base, load_adapter
 from stars_fast.models.families import checkpoint_config, families
-from stars_fast.models.folders import check_folder, has_tokenizer, not_loaded
+from stars_fast.models.folders import check_exists, check_folder, has_tokenizer, not_loaded
 from stars_fast.models.loop_keys import norm_closes_turn
 from stars_fast.models.saved import identity_of, label_of
 
@@ -89,6 +89,11 @@ def find_standard(path: str) -> StandardModel | None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     checkpoint = base or path
+    try:
+        check_exists(checkpoint)
+    except ValueError as error:
+        of = "" if base is None else f"{path}: the base model of the adapter: "
+        raise ConfigError(f"{of}{error}") from error
     config = checkpoint_config(checkpoint)
     kind = str(config.get("model_type"))
     need("transformers", "language models")

@@ -152,3 +152,106 @@ def test_a_sliding_window_bounds_the_memory():
     found = key_values(model, 50)
     assert found.context == held
     assert found.token == 4 * 2 * 2 * 8 * 4
+
+
+TEXT = "Jan has 3 pencils and 4 books. What is 3 plus 4? It is 7, of course."
+
+
+def test_the_loss_of_a_text_of_all_of_them(models, tmp_path):
+    """Of standard models one, at each number of turns of the others: as by the logits."""
+    from transformers import AutoTokenizer
+
+    (tmp_path / "a.txt").write_text(TEXT)
+    names = ["standard", "huginn", "looped"]
+    words = ["--text", str(tmp_path / "a.txt"), "--turns", "2,4", "--length", "16"]
+    paths = [str(models[name]) for name in names]
+    assert main(["eval", *paths, *words, "--device", "cpu", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "text-loss.json").read_text())["models"]
+    assert list(written["standard"]["loss"]) == ["-"]
+    for name in names:
+        model = CLASSES[name].from_pretrained(models[name]).eval()
+        ids = AutoTokenizer.from_pretrained(models[name])(TEXT).input_ids
+        for depth, loss in written[name]["loss"].items():
+            total = 0.0
+            for start in range(0, len(ids), 15):
+                row = torch.tensor([[0, *ids[start : start + 15]]])
+                given = {} if depth == "-" else {"turns": int(depth)}
+                with torch.no_grad():
+                    said = model(row[:, :-1], use_cache=False, **given).logits[0].log_softmax(-1)
+                total -= float(said.gather(1, row[0, 1:, None]).sum())
+            assert loss == pytest.approx(total / len(ids), rel=1e-5)
+            assert written[name]["tokens"] == len(ids)
+    assert (tmp_path / "text-loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_adapter_of_a_standard_model_is_one(models, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    from transformers import LlamaForCausalLM
+
+    base = LlamaForCausalLM.from_pretrained(models["standard"])
+    config = peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, config)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    adapted.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "a.txt").write_text(TEXT)
+    words = ["--text", str(tmp_path / "a.txt"), "--length", "99", "--device", "cpu"]
+    folders = [str(tmp_path / "adapter"), str(models["standard"])]
+    assert main(["eval", *folders, *words, "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "text-loss.json").read_text())["models"]
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(models["standard"])(TEXT).input_ids
+    row = torch.tensor([[0, *ids]])
+    labels = row.masked_fill(torch.arange(row.shape[1]) < 1, -100)
+    with torch.no_grad():
+        wanted = float(adapted.eval()(row, labels=labels).loss)
+    assert written["adapter"]["loss"]["-"] == pytest.approx(wanted, rel=1e-5)
+    assert abs(written["standard"]["loss"]["-"] - wanted) > 1e-2
+    assert not (tmp_path / "text-loss.png").exists()  # nothing to draw against turns
+
+
+@pytest.mark.parametrize("shape", ["huginn", "llama", "olmo2"])
+def test_huginn_is_lm_evals_model_at_any_depth(tmp_path, shape):
+    """Rows of a batch, some padded, are those by themselves; so are likelihoods."""
+    from lm_eval.api.instance import Instance
+    from transformers import AutoTokenizer
+
+    from stars_fast.evaluation.lm_model import StarsFastLM
+    from stars_fast.models.huginn import HuginnForCausalLM
+    from stars_fast.models.huginn.tiny import write_tiny_huginn
+
+    folder = write_tiny_huginn(tmp_path / "tiny", shape=shape, seed=2)
+    given = {"device": "cpu", "dtype": "float64", "batch_size": 3}
+    judged = StarsFastLM(str(folder), turns=5, **given)
+    assert judged.model.config.mean_recurrence == 5
+    model = HuginnForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = ["1 + 2 =", "And what is 40 plus 2, Jan?", "7"]
+    options = {"until": [], "do_sample": False, "max_gen_toks": 8}
+    asked = [Instance("generate_until", {}, (each, options), 0) for each in prompts]
+    made = judged.generate_until(asked, disable_tqdm=True)
+    alone = [answer(model, tokenizer, prompt, 5, cap=8)[0] for prompt in prompts]
+    assert made == [tokenizer.decode(tokenizer(t, add_special_tokens=False).input_ids,
+                                     skip_special_tokens=True) for t in alone]  # fmt: skip
+    asked = Instance("loglikelihood", {}, (prompts[1], " 42"), 0)
+    ((value, _),) = judged.loglikelihood([asked], disable_tqdm=True)
+    first, both = (tokenizer(text).input_ids for text in (prompts[1], prompts[1] + " 42"))
+    with torch.no_grad():
+        logits = model(torch.tensor([both[:-1]]), turns=5).logits.log_softmax(-1)[0]
+    wanted = sum(float(logits[i - 1, both[i]]) for i in range(len(first), len(both)))
+    assert value == pytest.approx(wanted)
+    with pytest.raises(ValueError, match=r"mean_recurrence: expected .* got 0"):
+        StarsFastLM(str(folder), turns=0, **given)
+
+
+def test_turns_of_huginn_are_counted_and_an_adaptive_sweep_takes_fewer(models, tmp_path):
+    rows = [row_of("svamp", *pair, 1) for pair in PAIRS[:3]]
+    write_rows(tmp_path / "svamp.jsonl", rows)
+    words = "--tasks svamp --turns 8 --tol 0,0.9 --tol-per token --max-new-tokens 4 --device cpu"
+    where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["eval", str(models["huginn"]), *words.split(), *where]) == 0
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert results[0]["mean_turns"] == 8
+    assert 1 < results[1]["mean_turns"] < 8
