@@ -25,6 +25,7 @@ from stars_fast.evaluation.answer_cache import identity_of, own_table  # noqa: E
 from stars_fast.evaluation.hf_model import StandardLM  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
+from stars_fast.models.generation import adopt_depth  # noqa: E402
 from stars_fast.models.huginn import HuginnForCausalLM  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
@@ -83,6 +84,7 @@ class StarsFastLM(StandardLM):
             raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {tol_per!r}")
         super().__init__(pretrained, **others)
         self.tol_per = tol_per
+        adopt_depth(self.model)  # what is scored is as deep as what is generated
         self._given = others
         set_turns(self.model.config, turns, tol)
 
