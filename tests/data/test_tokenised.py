@@ -338,10 +338,10 @@ def test_what_users_keep_in_the_folder_of_the_cache_stays(config, tokenizer, tmp
     for name in (".git", "OpenHermes-2.5", "v1.0", "deadbeef.12345678"):
         (chats / name).mkdir(parents=True)
         (chats / name / "rows.jsonl").write_text("{}")
-    before = {path for path in chats.rglob("*")}
-    (built,) = {load(config(), tokenizer)[0].folder.parent}
+    before = set(chats.rglob("*"))
+    built = load(config(), tokenizer)[0].folder.parent
     own = {built, *built.rglob("*"), chats / f"{built.name}.lock"}
-    assert {path for path in chats.rglob("*")} - own == before
+    assert set(chats.rglob("*")) - own == before
 
 
 def build(config, tokenizer, start, results):
