@@ -27,7 +27,7 @@ from stars_fast import ops
 
 def limit_mib(device: torch.device | str, given: float | None) -> float:
     """The limit in MiB: as given, or 80 % of what is free on the device."""
-    from stars_fast.training.scale.memory import free_memory
+    from stars_fast.training.scale.budget import free_memory
 
     if given is not None:
         return given

@@ -141,6 +141,7 @@ def _train(words: list[str]) -> int:
         )
     from stars_fast.training.config import load_config
     from stars_fast.training.run.trainer import TrainingFailure, train
+    from stars_fast.training.scale.allocator import grow_segments
 
     recipe = overrides.pop(0)
     resume = "--resume" in words
@@ -149,6 +150,7 @@ def _train(words: list[str]) -> int:
     config = load_config(recipe, overrides)
     if resume:
         _check_resume(config.out)
+    grow_segments()
     try:
         outcome = train(config, resume=resume)
     except TrainingFailure as error:
@@ -178,7 +180,8 @@ def _train_help() -> str:
         "usage: stars-fast train RECIPE [--resume] [--field value ...]",
         "",
         "RECIPE    a recipe of the package (stars-fast recipes), a YAML file, or a run folder",
-        "--resume  continue the run in its folder, bit for bit, from its newest checkpoint",
+        "--resume  continue the run in its folder from its newest checkpoint, bit for bit",
+        "          (on a GPU with --train.deterministic true)",
         "",
         "methods:",
         *(f"  {name:12} {method.summary}" for name, method in METHODS.items()),

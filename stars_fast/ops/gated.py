@@ -21,6 +21,7 @@ from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.pointwise import DERIVATIVES
 from stars_fast.ops.precision import widen
+from stars_fast.ops.selective import remember
 
 
 @plain("gated")
@@ -54,7 +55,8 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, g: Tensor, u: Tensor, name: str, dual: bool) -> Tensor:
         ctx.save_for_backward(g, u)
         ctx.options = name, dual
-        return implementation("gated", g, name)(g, u, name, dual)
+        y = implementation("gated", g, name)(g, u, name, dual)
+        return remember(y, "gated", g, u, name, dual, function=name)
 
     @staticmethod
     @first_derivative("gated")

@@ -21,6 +21,7 @@ from stars_fast.ops.arguments import check_parameter, check_stack
 from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import in_dtype, widen
+from stars_fast.ops.selective import remember
 
 
 def _centred(x: Tensor) -> Tensor:
@@ -102,7 +103,9 @@ class _Norm(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[0] or weight is None else x.clone(), weight)
         ctx.options = eps, centre, dual
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return implementation("norm", x)(x, weight, bias, eps, centre, dual)
+        y = implementation("norm", x)(x, weight, bias, eps, centre, dual)
+        kept = ctx.needs_input_grad[0]  # else a copy is, or nothing
+        return remember(y, "norm", x, weight, bias, eps, centre, dual) if kept else y
 
     @staticmethod
     @first_derivative("norm")

@@ -19,6 +19,7 @@ from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.norm import plain_norm, plain_norm_backward
 from stars_fast.ops.precision import widen
+from stars_fast.ops.selective import remember
 
 
 @plain("sandwich")
@@ -79,7 +80,7 @@ class _Sandwich(torch.autograd.Function):
         h, x = forward(branch, residual, weight_out, weight_in, eps_out, eps_in, dual)
         ctx.save_for_backward(branch, h, weight_out, weight_in)
         ctx.options = eps_out, eps_in, dual
-        return h, x
+        return h, remember(x, "norm", h, weight_in, None, eps_in, False, dual)
 
     @staticmethod
     @first_derivative("sandwich")

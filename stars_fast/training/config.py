@@ -66,6 +66,8 @@ class LoopConfig:
     device: auto is CUDA where there is one.
     threads: CPU threads per process; none for PyTorch's choice.
     compile: run the layers through torch.compile.
+    deterministic: on a GPU too, the same bits each time, by kernels that add in a fixed order; an
+        op that has none is an error. Slower, above all PyTorch's attention backward.
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
     project: of wandb and trackio.
@@ -86,6 +88,7 @@ class LoopConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
     compile: bool = False
+    deterministic: bool = False
     report_to: tuple[str, ...] = ("tensorboard",)
     project: str = "stars-fast"
 

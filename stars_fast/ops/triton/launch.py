@@ -20,6 +20,7 @@ THREAD_ELEMENTS = 8  # 16 bytes of a 16-bit dtype
 TILE_ELEMENTS = 1024  # at least, where there are as many
 MAX_WARPS = 16
 WARPS_PER_PROCESSOR = 16  # of kernels that keep their programs and loop over rows
+PREFETCHED = 65536  # bytes of shared memory of a processor for the rows that come next
 MAX_REGISTERS = 128  # of a thread of those, so that all their programs run at once
 
 
@@ -86,6 +87,14 @@ def in_units(width: int, *views: Rows) -> tuple[int, list[int]]:
 def programs(x: Tensor, tiles: int, warps: int) -> int:
     """How many programs share the tiles: as many as the device runs at once."""
     return min(tiles, _processors(x.device) * max(WARPS_PER_PROCESSOR // warps, 1))
+
+
+def stages(x: Tensor, streams: int, meta: dict[str, int]) -> int:
+    """Stages of the loop over a program's tiles: its `streams` of rows are read up to two tiles
+    ahead, as far as the shared memory of all programs of a processor reaches."""
+    together = max(WARPS_PER_PROCESSOR // meta["num_warps"], 1)
+    tile_bytes = streams * meta["ROWS"] * meta["BLOCK"] * x.element_size()
+    return 1 + min(PREFETCHED // (together * tile_bytes), 2) if meta["WHOLE"] else 1
 
 
 @cache

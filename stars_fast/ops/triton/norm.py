@@ -17,15 +17,18 @@ from torch import Tensor
 from stars_fast.ops.triton import formulas
 from stars_fast.ops.triton.launch import (
     MAX_REGISTERS,
+    THREAD_ELEMENTS,
     element_size,
     launch,
     programs,
     rows_of,
+    stages,
     tile,
 )
 from stars_fast.ops.triton.pairs import columns, load_pair, store, store_cotangents, turns
 
 LIMIT = 8192  # widest row in one turn
+THREAD_COLUMNS = tl.constexpr(THREAD_ELEMENTS)
 
 
 @triton.jit
@@ -119,48 +122,151 @@ def _forward(
         store(y, y_pair, at, mask, n, nd, DUAL)
 
 
+@triton.jit
+def _thread_sums(x):
+    """Sums [ROWS, BLOCK / 8] of neighbouring columns of a tile, which one thread holds."""
+    ROWS: tl.constexpr = x.shape[0]
+    GROUP: tl.constexpr = min(x.shape[1], THREAD_COLUMNS)
+    return tl.sum(tl.reshape(x, [ROWS, x.shape[1] // GROUP, GROUP]), 2)
+
+
+@triton.jit
+def row_sums(a, b, c, d):
+    """The sums [ROWS, 1] of the rows of four tiles, in one reduction over the threads: its cost is
+    its barriers, not what it adds."""
+    first = tl.join(_thread_sums(a), _thread_sums(b))
+    second = tl.join(_thread_sums(c), _thread_sums(d))
+    first, second = tl.split(tl.sum(tl.join(first, second), 1))
+    a, b = tl.split(first)
+    c, d = tl.split(second)
+    return a[:, None], b[:, None], c[:, None], d[:, None]
+
+
+@triton.jit
+def held_parameter(parameter, BLOCK: tl.constexpr, width, WHOLE: tl.constexpr):
+    """The parameter of WHOLE rows, loaded once for all of a program's; 0.0 else."""
+    held = 0.0
+    if WHOLE:
+        at, exists = columns(0, width, BLOCK)
+        held = load_parameter(parameter, at, exists)
+    return held
+
+
+@triton.jit
+def parameter_at(parameter, held, at, exists, WHOLE: tl.constexpr):
+    """The parameter's values for a turn, `held` or loaded."""
+    value = held
+    if not WHOLE:
+        value = load_parameter(parameter, at, exists)
+    return value
+
+
+@triton.jit
+def _load_weighted(
+    grad, pair, weight, held, at, exists, mask, DUAL: tl.constexpr, WHOLE: tl.constexpr
+):
+    """The cotangents of n and nd from those of y and yd."""
+    a, b = load_pair(grad, pair, at, mask, DUAL)
+    if weight is not None:
+        w = parameter_at(weight, held, at, exists, WHOLE)
+        a *= w
+        b *= w
+    return a, b
+
+
+@triton.jit
+def _backward_means(
+    x, x_pair, grad, grad_pair, weight, held, live, width,
+    DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Means of x, xd and the cotangents of n and nd over the rows."""
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    total_dot = tl.zeros([ROWS, BLOCK], tl.float32)
+    a_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for turn in range(turns(width, BLOCK, WHOLE)):
+        at, exists = columns(turn, width, BLOCK)
+        mask = live & exists
+        value, dot = load_pair(x, x_pair, at, mask, DUAL)
+        a, b = _load_weighted(grad, grad_pair, weight, held, at, exists, mask, DUAL, WHOLE)
+        total += value
+        total_dot += dot
+        a_sum += a
+        b_sum += b
+    total, total_dot, a_sum, b_sum = row_sums(total, total_dot, a_sum, b_sum)
+    return total / width, total_dot / width, a_sum / width, b_sum / width
+
+
+@triton.jit
+def moments(squares, products, s, sd, live, width, eps):
+    """r and c of the rows and the means of b n and of a n + b nd, from tiles whose rows sum to
+    those of x x, x xd, b x and a x + b xd: what r and c are needed for comes after the one
+    reduction."""
+    squares, products, s, sd = row_sums(squares, products, s, sd)
+    # Without eps the r of rows past the last is infinite.
+    r = tl.where(live, tl.rsqrt(squares / width + eps), 0.0)
+    c = r * r * products / width
+    s = r * s / width
+    return r, c, s, r * sd / width - c * s
+
+
+@triton.jit
+def backward_moments(
+    x, x_pair, grad, grad_pair, weight, held, live, width, eps, mean, mean_dot,
+    CENTRE: tl.constexpr, DUAL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The `moments` of the rows at the pointers x and grad."""
+    squares = tl.zeros([ROWS, BLOCK], tl.float32)
+    products = tl.zeros([ROWS, BLOCK], tl.float32)
+    s = tl.zeros([ROWS, BLOCK], tl.float32)
+    sd = tl.zeros([ROWS, BLOCK], tl.float32)
+    for turn in range(turns(width, BLOCK, WHOLE)):
+        at, exists = columns(turn, width, BLOCK)
+        mask = live & exists
+        value, dot = load_pair(x, x_pair, at, mask, DUAL)
+        if CENTRE:
+            value = tl.where(exists, value - mean, 0.0)
+            dot = tl.where(exists, dot - mean_dot, 0.0)
+        a, b = _load_weighted(grad, grad_pair, weight, held, at, exists, mask, DUAL, WHOLE)
+        squares += value * value
+        products += value * dot
+        s += b * value
+        sd += a * value + b * dot
+    return moments(squares, products, s, sd, live, width, eps)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _backward(
     grad, x, weight, x_bar, weight_parts, bias_parts,
     rows, width, grad_pair, grad_row, x_pair, x_row, eps,
     CENTRE: tl.constexpr, DUAL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     bar_pair = tl.cast(rows, tl.int64) * width
     first = tl.program_id(0)
     weight_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    for index in range(first, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    held = 0.0
+    if weight is not None:
+        held = held_parameter(weight, BLOCK, width, WHOLE)
+    for index in tl.range(first, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = index * ROWS + tl.arange(0, ROWS)[:, None]
         live = row < rows
         x_at = x + row.to(tl.int64) * x_row
         grad_at = grad + row.to(tl.int64) * grad_row
         bar_at = x_bar + row.to(tl.int64) * width
-        mean, mean_dot, r, c = row_statistics(
-            x_at, x_pair, live, width, eps, CENTRE, DUAL, ROWS, BLOCK, WHOLE
-        )
-        s = tl.zeros([ROWS, BLOCK], tl.float32)
-        sd = tl.zeros([ROWS, BLOCK], tl.float32)
-        a_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-        for turn in range(turns(width, BLOCK, WHOLE)):
-            at, exists = columns(turn, width, BLOCK)
-            mask = live & exists
-            n, nd = load_normalised(x_at, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
-            a, b = load_pair(grad_at, grad_pair, at, mask, DUAL)
-            if weight is not None:
-                w = load_parameter(weight, at, exists)
-                a *= w
-                b *= w
-            s += b * n
-            sd += a * n + b * nd
-            if CENTRE:
-                a_sum += a
-                b_sum += b
-        s_mean = tl.sum(s, 1)[:, None] / width
-        sd_mean = tl.sum(sd, 1)[:, None] / width
-        a_mean = tl.sum(a_sum, 1)[:, None] / width
-        b_mean = tl.sum(b_sum, 1)[:, None] / width
+        mean, mean_dot, a_mean, b_mean = 0.0, 0.0, 0.0, 0.0
+        if CENTRE:
+            mean, mean_dot, a_mean, b_mean = _backward_means(
+                x_at, x_pair, grad_at, grad_pair, weight, held, live, width,
+                DUAL, ROWS, BLOCK, WHOLE,
+            )  # fmt: skip
+        r, c, s_mean, sd_mean = backward_moments(
+            x_at, x_pair, grad_at, grad_pair, weight, held, live, width, eps, mean, mean_dot,
+            CENTRE, DUAL, ROWS, BLOCK, WHOLE,
+        )  # fmt: skip
         for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
@@ -169,7 +275,7 @@ def _backward(
             a = y_bar
             b = yd_bar
             if weight is not None:
-                w = load_parameter(weight, at, exists)
+                w = parameter_at(weight, held, at, exists, WHOLE)
                 a *= w
                 b *= w
             if CENTRE:
@@ -237,7 +343,8 @@ def norm_backward(
         _backward, shared,
         grads.data, rows.data, parameter(weight), x_bar, weight_parts, bias_parts,
         count, width, grads.pair, grads.stride, rows.pair, rows.stride, eps,
-        CENTRE=centre, DUAL=dual, maxnreg=MAX_REGISTERS, **meta,
+        CENTRE=centre, DUAL=dual, STAGES=stages(x, 4 if dual else 2, meta),
+        maxnreg=MAX_REGISTERS, **meta,
     )  # fmt: skip
     return x_bar, total(weight_parts, x), total(bias_parts, x)
 

@@ -15,13 +15,18 @@ from stars_fast.ops.triton.launch import (
     launch,
     programs,
     rows_of,
+    stages,
     tile,
 )
 from stars_fast.ops.triton.norm import (
     add_to_parts,
+    backward_moments,
+    held_parameter,
     load_normalised,
     load_parameter,
+    moments,
     parameter,
+    parameter_at,
     parts,
     row_statistics,
     total,
@@ -98,14 +103,14 @@ def _forward(
 
 @triton.jit
 def _h_cotangents(
-    h_bar, h_bar_pair, x_bar, x_bar_pair, h, h_pair, weight_in, at, exists, live,
-    r, c, s, sd, DUAL: tl.constexpr,
+    h_bar, h_bar_pair, x_bar, x_bar_pair, h, h_pair, weight_in, held, at, exists, live,
+    r, c, s, sd, DUAL: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Cotangents of h and hd through both results, and what the row adds to weight_in_bar."""
     mask = live & exists
     n, nd = load_normalised(h, h_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
     y_bar, yd_bar = load_pair(x_bar, x_bar_pair, at, mask, DUAL)
-    w = load_parameter(weight_in, at, exists)
+    w = parameter_at(weight_in, held, at, exists, WHOLE)
     a, b = formulas.normalise_backward(y_bar * w, yd_bar * w, n, nd, r, c, s, sd)
     direct, direct_dot = load_pair(h_bar, h_bar_pair, at, mask, DUAL)
     return direct + a, direct_dot + b, weight_cotangent(y_bar, yd_bar, n, nd, DUAL)
@@ -118,12 +123,17 @@ def _backward(
     h_bar_pair, h_bar_row, x_bar_pair, x_bar_row, branch_pair, branch_row, h_pair, h_row,
     eps_out, eps_in,
     DUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     pair = tl.cast(rows, tl.int64) * width
     first = tl.program_id(0)
     out_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     in_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    for index in range(first, tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    in_held = held_parameter(weight_in, BLOCK, width, WHOLE)
+    out_held = 0.0
+    if weight_out is not None:
+        out_held = held_parameter(weight_out, BLOCK, width, WHOLE)
+    for index in tl.range(first, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = index * ROWS + tl.arange(0, ROWS)[:, None]
         live = row < rows
         wide_row = row.to(tl.int64)
@@ -131,54 +141,40 @@ def _backward(
         x_bar_at = x_bar + wide_row * x_bar_row
         branch_at = branch + wide_row * branch_row
         h_at = h + wide_row * h_row
-        _, _, r, c = row_statistics(
-            h_at, h_pair, live, width, eps_in, False, DUAL, ROWS, BLOCK, WHOLE
-        )
-        s = tl.zeros([ROWS, BLOCK], tl.float32)
-        sd = tl.zeros([ROWS, BLOCK], tl.float32)
-        for turn in range(turns(width, BLOCK, WHOLE)):
-            at, exists = columns(turn, width, BLOCK)
-            mask = live & exists
-            n, nd = load_normalised(h_at, h_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
-            a, b = load_pair(x_bar_at, x_bar_pair, at, mask, DUAL)
-            w = load_parameter(weight_in, at, exists)
-            s += b * w * n
-            sd += (a * n + b * nd) * w
-        s_in = tl.sum(s, 1)[:, None] / width
-        sd_in = tl.sum(sd, 1)[:, None] / width
+        r, c, s_in, sd_in = backward_moments(
+            h_at, h_pair, x_bar_at, x_bar_pair, weight_in, in_held, live, width, eps_in, 0.0, 0.0,
+            False, DUAL, ROWS, BLOCK, WHOLE,
+        )  # fmt: skip
         if weight_out is not None:
-            _, _, r_out, c_out = row_statistics(
-                branch_at, branch_pair, live, width, eps_out, False, DUAL, ROWS, BLOCK, WHOLE
-            )
+            squares = tl.zeros([ROWS, BLOCK], tl.float32)
+            products = tl.zeros([ROWS, BLOCK], tl.float32)
             s = tl.zeros([ROWS, BLOCK], tl.float32)
             sd = tl.zeros([ROWS, BLOCK], tl.float32)
             for turn in range(turns(width, BLOCK, WHOLE)):
                 at, exists = columns(turn, width, BLOCK)
-                mask = live & exists
                 a, b, in_product = _h_cotangents(
-                    h_bar_at, h_bar_pair, x_bar_at, x_bar_pair, h_at, h_pair, weight_in,
-                    at, exists, live, r, c, s_in, sd_in, DUAL,
+                    h_bar_at, h_bar_pair, x_bar_at, x_bar_pair, h_at, h_pair, weight_in, in_held,
+                    at, exists, live, r, c, s_in, sd_in, DUAL, WHOLE,
                 )  # fmt: skip
-                n, nd = load_normalised(
-                    branch_at, branch_pair, at, mask, 0.0, 0.0, r_out, c_out, False, DUAL
-                )
-                w = load_parameter(weight_out, at, exists)
-                s += b * w * n
-                sd += (a * n + b * nd) * w
-            s_out = tl.sum(s, 1)[:, None] / width
-            sd_out = tl.sum(sd, 1)[:, None] / width
+                value, dot = load_pair(branch_at, branch_pair, at, live & exists, DUAL)
+                w = parameter_at(weight_out, out_held, at, exists, WHOLE)
+                squares += value * value
+                products += value * dot
+                s += b * w * value
+                sd += (a * value + b * dot) * w
+            r_out, c_out, s_out, sd_out = moments(squares, products, s, sd, live, width, eps_out)
         for turn in range(turns(width, BLOCK, WHOLE)):
             at, exists = columns(turn, width, BLOCK)
             mask = live & exists
             a, b, in_product = _h_cotangents(
-                h_bar_at, h_bar_pair, x_bar_at, x_bar_pair, h_at, h_pair, weight_in,
-                at, exists, live, r, c, s_in, sd_in, DUAL,
+                h_bar_at, h_bar_pair, x_bar_at, x_bar_pair, h_at, h_pair, weight_in, in_held,
+                at, exists, live, r, c, s_in, sd_in, DUAL, WHOLE,
             )  # fmt: skip
             if weight_out is not None:
                 n, nd = load_normalised(
                     branch_at, branch_pair, at, mask, 0.0, 0.0, r_out, c_out, False, DUAL
                 )
-                w = load_parameter(weight_out, at, exists)
+                w = parameter_at(weight_out, out_held, at, exists, WHOLE)
                 bar, bar_dot = formulas.normalise_backward(
                     a * w, b * w, n, nd, r_out, c_out, s_out, sd_out
                 )
@@ -252,6 +248,7 @@ def sandwich_backward(
         _backward, shared,
         *(rows.data for rows in streams), parameter(weight_out), parameter(weight_in),
         branch_bar, residual_bar, out_parts, in_parts, count, width, *strides, eps_out, eps_in,
-        DUAL=dual, maxnreg=MAX_REGISTERS, **meta,
+        DUAL=dual, STAGES=stages(h, (6 + 2 * normed) // (1 if dual else 2), meta),
+        maxnreg=MAX_REGISTERS, **meta,
     )  # fmt: skip
     return branch_bar, residual_bar, total(out_parts, h), total(in_parts, h)

@@ -17,6 +17,7 @@ from stars_fast.training.config import RunConfig
 from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
+from stars_fast.training.run.deterministic import deterministic
 from stars_fast.training.run.folder import open_run, reason_to_refuse, write_results
 from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
@@ -48,8 +49,8 @@ class Outcome(NamedTuple):
 def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
-    With `resume` the run in the folder continues, bit for bit, from its newest checkpoint; a folder
-    that is not there yet begins.
+    With `resume` the run in the folder continues from its newest checkpoint, bit for bit on the CPU
+    and with `train.deterministic` on a GPU; a folder that is not there yet begins.
 
     Raises:
         ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
@@ -57,7 +58,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
     """
     if config.train.threads is not None:
         torch.set_num_threads(config.train.threads)
-    with processes(config.train.device) as world:
+    with deterministic(config.train.deterministic), processes(config.train.device) as world:
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
         task = Task(config, world)

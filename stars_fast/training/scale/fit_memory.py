@@ -10,15 +10,10 @@ from stars_fast.data.batches import Batches, MicroBatch
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Loop, Turn
 from stars_fast.training.config import RunConfig
+from stars_fast.training.scale.budget import activation_budget, agree, gathered_bytes
 from stars_fast.training.scale.distributed import World
-from stars_fast.training.scale.memory import (
-    Activations,
-    Choice,
-    activation_budget,
-    agree,
-    choose,
-    measure_activations,
-)
+from stars_fast.training.scale.measure import measure_activations
+from stars_fast.training.scale.memory import Activations, Choice, choose
 from stars_fast.training.step.micro_step import MicroStep, begin
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.train_step import StepLoss, root_of
@@ -44,14 +39,20 @@ def fit_memory(
         measured = root_of(step_loss).with_weights(measure, largest, config, penalty.needs_dual)
     # Later micro-batches may hold more tokens.
     measured = measured.scaled(batches.most_tokens / largest.tokens.numel())
-    whole_gradients = False
-    if config.parallel.sharded:
+    parallel, model = config.parallel, loss.loop.model
+    several = config.train.accumulation > 1
+    held = isinstance(step_loss, DistributedDataParallel)
+    gathered = 0
+    if parallel.sharded:
         from stars_fast.training.scale.sharding import release
 
         release(step_loss)
-        whole_gradients = config.train.accumulation > 1
-    held = isinstance(step_loss, DistributedDataParallel)
-    budget = activation_budget(config.memory, loss.loop.model, optimizer, whole_gradients, held)
+        dtype = torch.bfloat16 if config.precision == "mixed" else None
+        gathered = gathered_bytes(step_loss, dtype, parallel.reshard)
+    elif not (held or several):
+        measured = measured._replace(weights=0)  # the sums become the gradients
+    whole = parallel.sharded and several
+    budget = activation_budget(config.memory, model, optimizer, whole, held, gathered)
     measured, budget = agree(measured, budget, world)
     kept = config.train.backprop_turns
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stars_fast.models.loop import Turn
+from stars_fast.ops.selective import selective
 
 RunLayer = Callable[..., Any]
 """How a layer is run: `run(layer, *args)` gives what `layer(*args)` gives."""
@@ -28,11 +29,14 @@ class Recompute(NamedTuple):
     per: "turn" keeps the state before a turn and recomputes the turn at once; "layer" keeps the
         state before each of its layers and recomputes one layer at a time.
     dual: whether the dual turn is recomputed too, layer by layer.
+    selective: whether of the turns that are kept the results of norms and gates are recomputed
+        (`ops.selective`).
     """
 
     turns: int = 0
     per: Literal["turn", "layer"] = "turn"
     dual: bool = False
+    selective: bool = False
 
     def describe(self) -> str:
         """The choice in words."""
@@ -40,6 +44,7 @@ class Recompute(NamedTuple):
         layers = "" if self.per == "turn" else " layer by layer"
         parts = [turns + layers] if self.turns else []
         parts += ["the dual turn layer by layer"] if self.dual else []
+        parts += ["norms and gates"] if self.selective else []
         return f"recomputes {' and '.join(parts)}" if parts else "keeps all activations"
 
 
@@ -78,19 +83,23 @@ def run_turns(
     again: Turn = partial(recomputed, block)
     if recompute.turns and recompute.per == "layer":
         again = _layered(layered)(recomputed)
+    kept: Turn = selective(block) if recompute.selective else block
     states = [h]
     for turn in range(turns - skipped):
-        states.append((again if turn < recompute.turns else block)(states[-1]))
+        states.append((again if turn < recompute.turns else kept)(states[-1]))
     return states
 
 
 def dual_turn(turn: Turn, recompute: Recompute, layered: TurnByLayer | None = None) -> Turn:
-    """The turn to take the Jacobian of: `turn`, or the same with its layers recomputed.
+    """The turn to take the Jacobian of: `turn`, or the same with its layers, or its norms and
+    gates, recomputed.
 
     Raises:
         ValueError: layers are to be recomputed and `layered` is None.
     """
-    return _layered(layered)(recomputed) if recompute.dual else turn
+    if recompute.dual:
+        return _layered(layered)(recomputed)
+    return selective(turn) if recompute.selective else turn
 
 
 def by_layer(block: Turn, model: nn.Module | None = None) -> TurnByLayer | None:

@@ -32,6 +32,8 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 ARCHITECTURES = ("sm_80", "sm_90")
+# Instructions counted in the machine code.
+COUNTED = ("HMMA", "HGMMA", "LDGSTS", "LDG.E.128", "BAR.SYNC")
 # Bytes of shared memory that a block may have.
 SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448}
 
@@ -39,7 +41,7 @@ SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 2324
 def compiled(module: str, arches: tuple[str, ...] = ARCHITECTURES, only: str = "") -> list[dict]:
     """One dict a kernel that the CASES of `module` launch: case, kernel, arch, warps, stages,
     shared (bytes), registers, spill_stores and spill_loads (bytes a thread), serialised (wgmma),
-    and the counts hmma, hgmma, ldgsts and ldg.e.128."""
+    waits (for all products under way), and the counts of COUNTED in small letters."""
     return _command("--only", only, "--arch", *arches, "--", module)
 
 
@@ -125,7 +127,8 @@ def _compile(kernel, run, args: tuple, kwargs: dict) -> dict:
         "spill_stores": int(spills[1]),
         "spill_loads": int(spills[2]),
         "serialised": "wgmma.mma_async instructions are serialized" in text,
-        **{name.lower(): sass.count(name) for name in ("HMMA", "HGMMA", "LDGSTS", "LDG.E.128")},
+        "waits": binary.asm["ttgir"].count("pendings = 0"),
+        **{name.lower(): sass.count(name) for name in COUNTED},
     }
 
 

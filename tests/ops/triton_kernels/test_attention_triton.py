@@ -3,6 +3,8 @@
 On the CPU in Triton's interpreter, which computes bf16 wrongly; bf16 needs a GPU.
 """
 
+import heapq
+
 import oracle
 import pytest
 import torch
@@ -13,8 +15,12 @@ from stars_fast.ops import reference
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from stars_fast.ops.triton.attention import attention
 from stars_fast.ops.triton.attention_backward import attention_backward
+from stars_fast.ops.triton.attention_parts import place
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -391,3 +397,37 @@ def print_errors():
             worst[name] = max(worst.get(name, 0.0), value)
     for name, value in worst.items():
         print(f"{name:10} {value:.1e}")
+
+
+@triton.jit
+def _places(found, heads, batches):
+    block, head, batch = place(heads, batches)
+    at = found + tl.program_id(0) * 3
+    tl.store(at, block)
+    tl.store(at + 1, head)
+    tl.store(at + 2, batch)
+
+
+def makespan(costs, processors):
+    """Time until the last of the programs ends, each taken in order by the first free processor."""
+    free = [0.0] * processors
+    for cost in costs:
+        heapq.heappush(free, heapq.heappop(free) + cost)
+    return max(free)
+
+
+@pytest.mark.parametrize("processors", [132, 108], ids=["h100", "a100"])
+@pytest.mark.parametrize(("length", "bound"), [(2048, 1.10), (4096, 1.03), (8192, 1.02)])
+def test_long_blocks_start_first_so_that_processors_end_together(length, bound, processors):
+    """A simulation of one program a processor, causal, 16 heads, blocks of 128 rows."""
+    heads, batches, held = 16, 1, 128
+    blocks = length // held
+    found = torch.empty(blocks * heads * batches, 3, dtype=torch.int32, device=DEVICE)
+    _places[(len(found),)](found, heads, batches)
+    assert len({tuple(at) for at in found.tolist()}) == len(found)
+    costs = [blocks - block for block, _, _ in found.tolist()]  # causal kernels count from the end
+    ideal = max(sum(costs) / processors, max(costs))
+    assert makespan(costs, processors) <= bound * ideal
+    # The order with the blocks of a head together, which this one replaces.
+    worse = [block + 1 for _ in range(heads) for block in reversed(range(blocks))]
+    assert makespan(worse, processors) > makespan(costs, processors)

@@ -10,9 +10,11 @@ from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.models.lora import LoraConfig, adapt, adapted_layers
-from stars_fast.training.scale import memory
+from stars_fast.training.scale import budget
+from stars_fast.training.scale.budget import activation_budget
 from stars_fast.training.scale.fit_memory import measure
-from stars_fast.training.scale.memory import MemoryConfig, _Kept, activation_budget
+from stars_fast.training.scale.measure import KeptBytes
+from stars_fast.training.scale.memory import MemoryConfig
 from stars_fast.training.step.optim import OptimConfig, make_optimizer
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.train_step import StepLoss, StepPlan
@@ -93,7 +95,7 @@ def test_frozen_weights_keep_nothing(step_of, batch):
 def test_what_is_kept_is_what_was_measured(step_of, batch, at, dropout):
     step_loss = step_of(True, at=at, dropout=dropout)
     found = measured(step_loss, batch)
-    with _Kept(step_loss) as kept:
+    with KeptBytes(step_loss) as kept:
         loss = share(step_loss, batch)
     del loss
     turns = TURNS - (at == "last")
@@ -117,10 +119,10 @@ def test_recomputing_does_not_change_the_gradient(step_of, batch, plan, dropout)
 
 
 def test_room_is_left_for_the_adapters_alone(step_of, monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda device: 10**9)
+    monkeypatch.setattr(budget, "free_memory", lambda device: 10**9)
     step_loss = step_of(True)
     optimizer = make_optimizer(OptimConfig(), step_loss)
     sizes = [4 * p.numel() for p in step_loss.parameters() if p.requires_grad]
-    budget = activation_budget(MemoryConfig(), step_loss, optimizer)
+    found = activation_budget(MemoryConfig(), step_loss, optimizer)
     # A gradient, two averages, and one gradient before it is added to its sum
-    assert budget == int(0.9 * (10**9 - 3 * sum(sizes) - max(sizes)))
+    assert found == int(0.9 * (10**9 - 3 * sum(sizes) - max(sizes)))

@@ -9,7 +9,7 @@ from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.scale.fit_memory import measure
-from stars_fast.training.scale.memory import _Kept
+from stars_fast.training.scale.measure import KeptBytes
 from stars_fast.training.step.train_step import StepLoss, StepPlan
 from stars_fast.training.step.turns import Recompute
 
@@ -73,7 +73,7 @@ def test_what_is_kept_is_what_was_measured(step_of, batch, at, fraction):
     """At most, with a penalty on a part: any part of a micro-batch may be drawn."""
     step_loss = step_of(at=at, detach=at == "next", fraction=fraction)
     measured = step_loss.with_weights(measure, batch, step_loss.config, True)
-    with _Kept(step_loss) as kept:
+    with KeptBytes(step_loss) as kept:
         loss = share(step_loss, batch)
     del loss
     turns = TURNS - (at == "last")
