@@ -9,7 +9,10 @@ Importing this module registers it as `stars_fast`:
 
 from __future__ import annotations
 
+import difflib
 from collections import deque
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -32,9 +35,14 @@ from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
 from stars_fast.models.ouro.turn_count import TurnCount  # noqa: E402
+from stars_fast.models.reading import reading  # noqa: E402
 
 CLASSES: dict[str, Any] = {"ouro": OuroForCausalLM, "looped_decoder": LoopedDecoderForCausalLM}
 """Models that are understood, by `model_type`."""
+
+
+_OWN = ("turns", "tol", "tol_per")
+"""Arguments that lm-eval's own models have not."""
 
 
 @register_model("stars_fast")
@@ -63,7 +71,7 @@ class StarsFastLM(Recording, HFLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         turns: int | None = None,
         tol: float | None = None,
         tol_per: Per = "sequence",
@@ -80,9 +88,14 @@ class StarsFastLM(Recording, HFLM):
                 check_folder(pretrained, tuple(CLASSES))
         if tol_per not in get_args(Per):
             raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {tol_per!r}")
-        super().__init__(pretrained, backend="causal", **others)
+        _check_names(others)
+        with reading(pretrained) if isinstance(pretrained, str) else nullcontext():
+            super().__init__(pretrained, backend="causal", **others)
         self.tol_per = tol_per
-        set_turns(self.model.config, turns, tol)
+        try:
+            set_turns(self.model.config, turns, tol)
+        except ValueError as error:
+            raise ConfigError(f"turns, tol: {error}") from error
         known = self.tokenizer.get_vocab().get(MESSAGE_END)
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -229,3 +242,14 @@ def set_turns(config: Any, turns: int | None, tol: float | None) -> None:
         TypeError, ValueError: a value out of range.
     """
     config.set_depth(turns, tol)
+
+
+def _check_names(given: Iterable[str]) -> None:
+    """Refuse a name that is nearly one of our own, which transformers might take for its own.
+
+    Raises:
+        ConfigError: it names both.
+    """
+    for name in given:
+        if near := difflib.get_close_matches(name, _OWN, n=1, cutoff=0.8):
+            raise ConfigError(f"model_args: unknown argument {name}; did you mean {near[0]}?")

@@ -84,10 +84,16 @@ def text_loss(
     tokens = sum(len(window) - 1 for window in windows)
     if not tokens:
         raise ValueError("texts: expected a token at least, got none")
+    loop = loop_of(model)
+    largest = max(begin, *(max(window) for window in windows))
+    if largest >= loop.vocabulary:
+        raise ValueError(
+            f"tokenizer: expected tokens below {loop.vocabulary}, which the model has embeddings "
+            f"for, got {largest}, {tokenizer.convert_ids_to_tokens(largest)!r}"
+        )
     windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
     depths = sorted(set(turns))
     sums = torch.zeros(len(depths), dtype=torch.float64)
-    loop = loop_of(model)
     was_training = model.training
     model.eval()
     try:

@@ -46,6 +46,10 @@ class Sums:
     def fingerprint(self) -> int:
         return zlib.crc32(self.rows.numpy().data)
 
+    def largest_token(self) -> int:
+        ids = self.data.ids
+        return AdditionTokenizer.vocab_size - 1 if ids is None else int(ids.max())
+
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch(self.split, torch.from_numpy(units))
         return HostBatch(tokens, targets, padded_tokens(mask))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
-from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -21,6 +20,7 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.models.families import Family
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
+from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
@@ -215,20 +215,14 @@ class HuginnFamily(Family):
 
 
 def _start(section: HuginnSection, path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    from transformers import AutoTokenizer
-
     from stars_fast.models.huginn import HuginnForCausalLM
 
-    try:
+    with reading(path, f"model.path {path}, model.attention {section.attention}"):
         check_exists(path)
         model = HuginnForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=section.attention
         )
-        return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {path}, model.attention {section.attention}: {error}"
-        ) from error
+        return model, read_tokenizer(path)
 
 
 FAMILY = HuginnFamily()

@@ -22,6 +22,7 @@ from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, wri
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
+from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens, describe_tokens
 
@@ -236,7 +237,7 @@ class LoopedDecoderFamily(Family):
 
 
 def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
@@ -244,7 +245,7 @@ def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module
     options: dict[str, Any] = {"dtype": dtype}
     if section.attention is not None:
         options["attn_implementation"] = section.attention
-    try:
+    with reading(path, f"model.path {path}"):
         check_exists(path)
         config = checkpoint_config(path)
         if config.get("model_type") == LoopedDecoderFamily.model_type:
@@ -253,11 +254,7 @@ def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module
         else:
             decoder = AutoModelForCausalLM.from_pretrained(path, **options)
             model = LoopedDecoderForCausalLM.from_decoder(decoder, **section.loop)
-        return model, AutoTokenizer.from_pretrained(path)
-    except ConfigError:
-        raise
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.path {path}: {error}") from error
+        return model, read_tokenizer(path)
 
 
 def _check_same_loop(section: LoopedDecoderSection, config: Any) -> None:
@@ -281,7 +278,7 @@ def _start_tiny(
     section: LoopedDecoderSection, dtype: torch.dtype, seed: int
 ) -> tuple[nn.Module, Any]:
     """A Llama with random weights, looped, and the package's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
@@ -306,7 +303,7 @@ def _start_tiny(
         raise ConfigError(f"model: {error}") from error
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 512)
-        return model, AutoTokenizer.from_pretrained(folder)
+        return model, read_tokenizer(folder)
 
 
 FAMILY = LoopedDecoderFamily()

@@ -15,7 +15,7 @@ from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest
 from stars_fast.base.choices import CHOICES
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.files import write_text
+from stars_fast.base.files import naming, write_text
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.training.config import RunConfig, load_config, save_config
 from stars_fast.training.run.metrics import read_metrics
@@ -112,7 +112,6 @@ def open_run(run: RunFolder, config: RunConfig, world_size: int) -> None:
         run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"can't create {run.path}: {error.strerror}") from error
-    save_config(config, run.config)
     note = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "stars_fast": stars_fast.__version__,
@@ -124,8 +123,14 @@ def open_run(run: RunFolder, config: RunConfig, world_size: int) -> None:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "processes": world_size,
     }
-    with run.environment.open("a") as file:
-        file.write(json.dumps(note) + "\n")
+    try:
+        save_config(config, run.config)
+        with naming(run.environment), run.environment.open("a") as file:
+            file.write(json.dumps(note) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"can't write the run folder {run.path}: {error.filename}: {error.strerror}"
+        ) from error
 
 
 def write_results(run: RunFolder, results: dict[str, Any]) -> None:

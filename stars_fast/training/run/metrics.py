@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stars_fast.base.files import write_text
+from stars_fast.base.files import naming, write_text
 from stars_fast.training.run.trackers import Tracker
 from stars_fast.training.step.train_step import StepPlan, StepStats
 
@@ -119,8 +119,9 @@ class MetricsLog:
 
     def write(self, row: dict[str, Any]) -> None:
         """Write one line."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with naming(self._file.name):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
         for tracker in self._trackers:
             tracker.log(row, row["step"])
 
