@@ -229,6 +229,7 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     import torch
+    from safetensors import SafetensorError
 
     from stars_fast.base.errors import ConfigError
     from stars_fast.models.export import export_run
@@ -244,8 +245,11 @@ def _export(args: argparse.Namespace) -> int:
             portable=args.portable,
             adapter=args.adapter,
         )
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
+    except (OSError, SafetensorError) as error:
+        said = str(error)
+        raise ConfigError(said if args.out in said else f"{args.out}: {said}") from error
     print(f"written: {args.out}")
     return 0
 

@@ -47,8 +47,9 @@ def _of_an_input(error: Exception) -> bool:
         return error.errno is None or isinstance(error, ConnectionError)
     if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
         return False
-    frames = list(traceback.walk_tb(error.__traceback__))
-    module = str(frames[-1][0].f_globals.get("__name__"))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    module = [name for name in modules if name != "torch"][-1]  # which is asked for a dtype by name
     return module.startswith("lm_eval.") or module == "stars_fast.evaluation.lm_model"
 
 

@@ -127,13 +127,15 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Flush the lines to the disk."""
-        os.fsync(self._file.fileno())
+        with naming(self._file.name):
+            os.fsync(self._file.fileno())
         for tracker in self._trackers:
             tracker.flush()
 
     def close(self) -> None:
         """Close the file and the trackers."""
-        self._file.close()
+        with naming(self._file.name):
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 
