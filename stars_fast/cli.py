@@ -5,6 +5,7 @@ Modules load where they are used, so that the help and the list of recipes come 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -142,6 +143,7 @@ def _train(words: list[str]) -> int:
     from stars_fast.training.config import load_config
     from stars_fast.training.run.trainer import TrainingFailure, train
     from stars_fast.training.scale.allocator import grow_segments
+    from stars_fast.training.unread import without_effect
 
     recipe = overrides.pop(0)
     resume = "--resume" in words
@@ -151,6 +153,9 @@ def _train(words: list[str]) -> int:
     if resume:
         _check_resume(config.out)
     grow_segments()
+    if os.environ.get("RANK", "0") == "0":
+        for line in without_effect(recipe, overrides, config):
+            print(f"stars-fast: warning: {line}", file=sys.stderr)
     try:
         outcome = train(config, resume=resume)
     except TrainingFailure as error:

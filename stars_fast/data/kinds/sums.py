@@ -63,6 +63,10 @@ class SumsKind(DataKind):
     def longest(self, section: SumsSection) -> int:
         return 3 * section.digits + 3
 
+    def unread(self, section: SumsSection) -> dict[str, str]:
+        read = section.train_file is None or section.test_file is None
+        return {} if read else {"seed": "both splits are files"}
+
     def open(self, section: SumsSection, tokenizer: Any, seed: int, quiet: bool = True) -> OpenData:
         try:
             ids = None if tokenizer is None else token_ids(tokenizer)

@@ -87,6 +87,10 @@ class Family(ABC):
         """
         return section
 
+    def unread(self, section: Any) -> dict[str, str]:
+        """Fields of a section that are not read, the others being what they are, and why."""
+        return {}
+
     def base(self, section: Any) -> str | None:
         """The checkpoint, a folder or hub id, whose weights a training starts from; None for
         weights that the package makes."""

@@ -138,6 +138,14 @@ class HuginnFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("mean_recurrence", 32))
 
+    def unread(self, section: HuginnSection) -> dict[str, str]:
+        given = section.path != TINY_MODEL
+        return (
+            dict.fromkeys(("shape", "width", "layers"), f"model.path is not {TINY_MODEL}")
+            if given
+            else {}
+        )
+
     def base(self, section: HuginnSection) -> str | None:
         return None if section.path == TINY_MODEL else section.path
 

@@ -169,6 +169,10 @@ class LoopedDecoderFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
 
+    def unread(self, section: LoopedDecoderSection) -> dict[str, str]:
+        given = section.path != TINY_MODEL
+        return dict.fromkeys(("width", "depth"), f"model.path is not {TINY_MODEL}") if given else {}
+
     def base(self, section: LoopedDecoderSection) -> str | None:
         """A looped decoder; what is looped only when a training starts is in no folder."""
         if section.path == TINY_MODEL:

@@ -117,6 +117,12 @@ class OuroFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
 
+    def unread(self, section: OuroSection) -> dict[str, str]:
+        given = section.path != TINY_MODEL
+        return (
+            dict.fromkeys(("width", "layers"), f"model.path is not {TINY_MODEL}") if given else {}
+        )
+
     def base(self, section: OuroSection) -> str | None:
         return None if section.path == TINY_MODEL else section.path
 
