@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base.exit_code import exit_code
-from stars_fast.base.options import positive
+from stars_fast.base.options import Parser, positive
 
 _EXAMPLES = """\
 examples:
@@ -70,7 +70,7 @@ def _of_a_clone(name: str, words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "stars-fast",
         description="Train and evaluate looped language models with the STARS penalty.",
         epilog=_EXAMPLES,
