@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -155,7 +156,7 @@ class HuginnFamily(Family):
             return _start(section, section.path, dtype)
         from stars_fast.models.huginn.tiny import write_tiny_huginn
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, naming(folder):
             write_tiny_huginn(
                 folder,
                 shape=section.shape,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -305,7 +306,7 @@ def _start_tiny(
         model = LoopedDecoderForCausalLM.from_decoder(decoder.to(dtype), **section.loop)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, naming(folder):
         write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 512)
         return model, read_tokenizer(folder)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -186,7 +187,7 @@ def _tokenizer(path: str) -> Any:
     try:
         if path != TINY_TOKENIZER:
             return read_tokenizer(path)
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, naming(folder):
             write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 1_000_000)
             return read_tokenizer(folder)
     except ValueError as error:

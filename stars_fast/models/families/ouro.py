@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -132,7 +133,7 @@ class OuroFamily(Family):
             return _start(section, section.path, dtype)
         from stars_fast.models.ouro.tiny import write_tiny_ouro
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, naming(folder):
             write_tiny_ouro(
                 folder,
                 seed=derive(seed, "init") % 2**32,
