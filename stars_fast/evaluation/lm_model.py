@@ -32,6 +32,7 @@ from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Recording  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
+from stars_fast.models.generation import adopt_depth  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
 from stars_fast.models.ouro.turn_count import TurnCount  # noqa: E402
@@ -93,6 +94,7 @@ class StarsFastLM(Recording, HFLM):
             super().__init__(pretrained, backend="causal", **others)
         self.tol_per = tol_per
         try:
+            adopt_depth(self.model)  # what is scored is as deep as what is generated
             set_turns(self.model.config, turns, tol)
         except ValueError as error:
             raise ConfigError(f"turns, tol: {error}") from error

@@ -199,14 +199,12 @@ class HuginnFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.huginn.config import check_config
+        from stars_fast.models.generation import adopt_depth
         from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
-        if turns is not None:
-            model.config.mean_recurrence = turns
-            check_config(model.config)
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
+        adopt_depth(model, turns)
         if has_tokenizer(beside):  # where training ends a message, other readers stop too
             settings = model.generation_config
             unite_stops(settings, [*stop_ids(settings), *end_ids(self.tokenizer(beside))])

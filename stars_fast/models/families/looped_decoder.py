@@ -225,9 +225,11 @@ class LoopedDecoderFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
-        model.config.set_depth(turns, None)
+        from stars_fast.models.generation import adopt_depth
+
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
+        adopt_depth(model, turns)
         model.to(dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
 

@@ -176,14 +176,12 @@ class OuroFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.ouro.config import check_config
+        from stars_fast.models.generation import adopt_depth
         from stars_fast.models.ouro.loading import set_stop
 
-        if turns is not None:
-            model.config.total_ut_steps = turns
-            check_config(model.config)
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
+        adopt_depth(model, turns)
         # Where training ends a message and evaluation a generation, other readers stop too.
         set_stop(model, end_ids(self.tokenizer(beside)) if has_tokenizer(beside) else ())
         model.to(dtype or model.config.dtype or torch.float32)
