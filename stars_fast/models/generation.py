@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
 
-if TYPE_CHECKING:  # its package imports this module, which may be the first to be imported
+if TYPE_CHECKING:
     from stars_fast.models.ouro.cache import OuroCache
 
 # What of the depth is said anew where one of them is said: a lower level's word on it is void.
@@ -136,6 +136,7 @@ class LoopedGenerationMixin(GenerationMixin):
         Raises:
             ValueError: the generation is to have a cache of another kind.
         """
+        # Here, as Ouro's package imports this module.
         from stars_fast.models.ouro.cache import CACHE
 
         for name in ("cache", "past_key_values"):  # by either name
