@@ -24,6 +24,7 @@ need("lm_eval", "evaluations with lm-eval")  # before the imports below, which w
 from lm_eval.api.registry import register_model  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from stars_fast.base.errors import ConfigError  # noqa: E402
 from stars_fast.evaluation.answer_cache import identity_of, own_table  # noqa: E402
 from stars_fast.evaluation.hf_model import StandardLM  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
