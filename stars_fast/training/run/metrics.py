@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stars_fast.base.files import cant_write, write_text
+from stars_fast.training.plan.cards import card_of_device
 from stars_fast.training.run.trackers import Tracker
 from stars_fast.training.step.train_step import StepPlan, StepStats
 
@@ -200,18 +201,9 @@ def peak_memory(device: torch.device) -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-# Dense bf16 operations a second, from NVIDIA's data sheets, by a part of the device's name; the
-# first that fits.
-_PEAKS = {
-    "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "H800": 989e12, "H200": 989e12, "H20": 148e12, "GH200": 989e12, "B200": 2250e12,
-    "L40S": 362e12, "A40": 150e12, "A6000": 155e12,
-}  # fmt: skip
-
-
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak operations a second of `device` in bf16; None if not known or not computing so."""
     if device.type != "cuda" or precision == "float32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    card = card_of_device(torch.cuda.get_device_name(device))
+    return None if card is None else card.bf16
