@@ -97,7 +97,8 @@ def adapt(loop: Loop, config: LoraConfig, dtype: torch.dtype, seed: int) -> None
     peft = need("peft", "LoRA adapters")
     assert config.rank is not None
     chosen = target_names(loop, config.targets)
-    most = max(min(loop.model.get_submodule(name).weight.shape) for name in chosen)
+    maps: list[Any] = [loop.model.get_submodule(name) for name in chosen]
+    most = max(min(each.weight.shape) for each in maps)
     if config.rank > most:
         raise ConfigError(
             f"lora.rank: expected at most {most}, the rank of the maps themselves, got "
