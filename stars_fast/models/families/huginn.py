@@ -135,6 +135,9 @@ class HuginnFamily(Family):
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"
 
+    def injects(self, section: Any) -> bool:
+        return True
+
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("mean_recurrence", 32))
 

@@ -18,6 +18,7 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import seeded_noise
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
@@ -101,9 +102,7 @@ class LoopedDecoderLoop(Loop):
         e = self._prelude(tokens, samples.cu_seqlens)
         config = self.model.config
         if seeds is not None and self.model.training and config.state == "noise":
-            h, generator = torch.zeros_like(e), torch.Generator(device=e.device)
-            for seed, part in zip(seeds, samples.per_sample(h), strict=True):
-                part.normal_(std=config.state_std, generator=generator.manual_seed(seed))
+            h = seeded_noise(e, samples, seeds) * config.state_std
         else:
             positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
             h = self.model.model.first_state(e, positions)
@@ -164,6 +163,9 @@ class LoopedDecoderFamily(Family):
 
     def describe(self, section: LoopedDecoderSection) -> str:
         return f"Looped decoder ({section.path})"
+
+    def injects(self, section: LoopedDecoderSection) -> bool:
+        return section.injection != "none"
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
+from stars_fast.models.injection import INJECTIONS
 
-INJECTIONS = ("none", "add", "adapter")
 STATES = ("prelude", "noise", "learned")
 
 

@@ -13,7 +13,7 @@ def step_cost(config: RunConfig, turns: float, step: int, outside: float) -> flo
     full = turns
     if config.train.backprop_turns is not None:
         full = min(turns, config.train.backprop_turns)
-    cost = full + (turns - full) / 3 + outside
+    cost = full + (turns - full) / 3 + outside + config.loop.cost(outside)
     if config.penalty_weight(step) > 0:
         cost += penalty_of(config).cost()
     return cost

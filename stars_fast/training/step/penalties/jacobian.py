@@ -32,6 +32,7 @@ from stars_fast.models.loop import Turn
 from stars_fast.tokens import Subset, Tokens, put_together
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import Method, Penalty
+from stars_fast.training.step.penalties.fixed_point import relative_step
 from stars_fast.training.step.penalty import PenaltyConfig
 from stars_fast.training.step.settings import StepSettings
 
@@ -41,7 +42,7 @@ attention's products."""
 
 
 class _Jacobian(Penalty):
-    """Mean over the samples of ||J v||^2."""
+    """Mean over the samples of ||J v||^2, or of its hinge, and perhaps of the relative step."""
 
     needs_dual = True
     can_collapse = True
@@ -99,9 +100,9 @@ class _Jacobian(Penalty):
         return states[-1].detach() - states[-2].detach()
 
     def estimate(
-        self, micro: MicroStep, states: list[Tensor], part: Subset | None, **options: Any
-    ) -> Any:
-        """`fused_jsrr` at the last of the `states`, of the whole batch or of a part of it."""
+        self, micro: MicroStep, states: list[Tensor], part: Subset | None
+    ) -> tuple[Tensor, Tensor]:
+        """Phi(h) and the penalty at the last of the `states`, of the whole batch or of a part."""
         settings = self.config.penalty
         h, v, turn = states[-1], self.direction(states), micro.turn
         if settings.detach:
@@ -115,7 +116,11 @@ class _Jacobian(Penalty):
         if v is None:
             numbers = [micro.batch.first + i for i in chosen]
             v = sample_noise(h, samples, self.config.seed, micro.step, numbers)
-        return jacobian_estimate(micro.dual_turn(turn), h, v, samples, settings, **options)
+        dual = micro.dual_turn(turn)
+        out, value = jacobian_estimate(dual, h, v, samples, settings, return_output=True)
+        if settings.fixed_point > 0:
+            value = value + settings.fixed_point * relative_step(h, out, samples)
+        return out, value
 
 
 class JacobianAtNext(_Jacobian):
@@ -123,7 +128,7 @@ class JacobianAtNext(_Jacobian):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         part = self.drawn(micro.batch, micro.step)
-        return states[-1], self.estimate(micro, states, part)
+        return states[-1], self.estimate(micro, states, part)[1]
 
 
 class JacobianAtLast(_Jacobian):
@@ -133,7 +138,7 @@ class JacobianAtLast(_Jacobian):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         samples, part = micro.batch.samples, self.drawn(micro.batch, micro.step)
-        out, penalty = self.estimate(micro, states, part, return_output=True)
+        out, penalty = self.estimate(micro, states, part)
         if part is None:
             return out, penalty
         others = samples.subset(sorted(set(range(samples.count)) - set(part.chosen)))
@@ -164,6 +169,7 @@ def jacobian_estimate(
         power_steps=settings.power_steps,
         normalize=settings.normalize,
         detach=settings.detach,
+        margin=settings.margin,
         **options,
     )
 
