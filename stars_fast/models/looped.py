@@ -23,7 +23,7 @@ from stars_fast.models.looped_config import LoopedConfig
 
 
 class LoopedLM(nn.Module):
-    """A looped decoder-only language model with learned positions and a tied head.
+    """A looped decoder-only language model with a tied head.
 
     `block` is the shared map of one turn, h [B, S, D] -> [B, S, D], causal inside; hand it to
     `stars_fast.fused_jsrr` as it is, or with an injection `turn(inputs)`. The head is a closing
@@ -34,7 +34,8 @@ class LoopedLM(nn.Module):
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = nn.Embedding(config.max_length, config.d_model)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_length, config.d_model) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.prelude_layers = _layers(config, config.n_prelude)
         self.block = _layers(config, config.n_layers)
@@ -109,8 +110,10 @@ class LoopedLM(nn.Module):
                 `config.max_length`.
         """
         _check_tokens(tokens, self.config.max_length)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.prelude_layers(self.dropout(self.tokens(tokens) + self.positions(positions)))
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.prelude_layers(self.dropout(x))
 
     def coda(self, h: Tensor) -> Tensor:
         """h after the last turn [B, S, D] -> [B, S, D]; the identity without coda layers."""
