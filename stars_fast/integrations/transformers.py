@@ -259,7 +259,7 @@ class JacobianPenalty(_Trainer):
             inputs=injected,
         )
         with self.accelerator.autocast():
-            return jacobian_estimate(block, h, v, counted, self.penalty)
+            return jacobian_estimate(block, h, v, counted, self.penalty)[1]
 
     def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the Trainer divides the loss by the number of micro-batches afterwards."""

@@ -288,7 +288,8 @@ each_run = pytest.mark.parametrize("name", RUNS)
 
 
 def run_of(tiny, name, **changes):
-    changes = merge({"model": INJECTED, "train": {"steps": 6, "save_every": 3}}, changes)
+    constant = {"optim": {"schedule": "wsd", "decay_steps": 0}}
+    changes = merge({"model": INJECTED, "train": {"steps": 6}, **constant}, changes)
     return tiny(**merge(RUNS[name], changes))
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -103,10 +102,7 @@ class _Jacobian(Penalty):
         self, micro: MicroStep, states: list[Tensor], part: Subset | None
     ) -> tuple[Tensor, Tensor]:
         """Phi(h) and the penalty at the last of the `states`, of the whole batch or of a part."""
-        settings = self.config.penalty
         h, v, turn = states[-1], self.direction(states), micro.turn
-        if settings.detach:
-            h = h.detach()
         samples = micro.batch.samples
         chosen: Sequence[int] = range(samples.count)
         if part is not None:
@@ -116,11 +112,7 @@ class _Jacobian(Penalty):
         if v is None:
             numbers = [micro.batch.first + i for i in chosen]
             v = sample_noise(h, samples, self.config.seed, micro.step, numbers)
-        dual = micro.dual_turn(turn)
-        out, value = jacobian_estimate(dual, h, v, samples, settings, return_output=True)
-        if settings.fixed_point > 0:
-            value = value + settings.fixed_point * relative_step(h, out, samples)
-        return out, value
+        return jacobian_estimate(micro.dual_turn(turn), h, v, samples, self.config.penalty)
 
 
 class JacobianAtNext(_Jacobian):
@@ -153,14 +145,14 @@ def jacobian_penalty(config: StepSettings) -> Penalty:
 
 
 def jacobian_estimate(
-    turn: Turn, h: Tensor, v: Tensor, samples: Tokens, settings: PenaltyConfig, **options: Any
-) -> Any:
-    """`fused_jsrr` of a turn at h [B, S, D] in the direction v [B, S, D], as the settings say.
-
-    `options` are passed on to `fused_jsrr`.
-    """
+    turn: Turn, h: Tensor, v: Tensor, samples: Tokens, settings: PenaltyConfig
+) -> tuple[Tensor, Tensor]:
+    """Phi(h) and the penalty of a turn at h [B, S, D] in the direction v [B, S, D], as the settings
+    say; with `detach` both are cut off from h."""
+    if settings.detach:
+        h = h.detach()
     mask = samples.real
-    return fused_jsrr(
+    out, value = fused_jsrr(
         turn,
         h,
         v=v,
@@ -170,8 +162,11 @@ def jacobian_estimate(
         normalize=settings.normalize,
         detach=settings.detach,
         margin=settings.margin,
-        **options,
+        return_output=True,
     )
+    if settings.fixed_point > 0:
+        value = value + settings.fixed_point * relative_step(h, out, samples)
+    return out, value
 
 
 METHODS = {
