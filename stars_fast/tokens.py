@@ -424,6 +424,35 @@ def check_bounds(cu_seqlens: Any, shape: torch.Size) -> None:
     )
 
 
+def check_same_bounds(queries: Any, keys: Any) -> None:
+    """Raise ValueError unless the bounds `cu_seq_lens_q` and `cu_seq_lens_k` are the same ones;
+    values on another device than the CPU are looked at there, and fail there."""
+    both = isinstance(queries, Tensor) and isinstance(keys, Tensor)
+    if not both or queries.shape != keys.shape:
+        raise ValueError(
+            "cu_seq_lens_k: expected the bounds of cu_seq_lens_q, got others: a query sees its own "
+            "document"
+        )
+    if keys is not queries:
+        fits = (keys.to(queries.device) == queries).all()
+        _require(fits, "cu_seq_lens_k: expected the bounds of cu_seq_lens_q", keys)
+
+
+def check_counted(positions: Tensor, cu_seqlens: Tensor) -> None:
+    """Raise unless positions [.., S] count each document between the bounds [n + 1] from 0.
+
+    Raises:
+        TypeError, ValueError: as `check_bounds`; or they count otherwise (those on another device
+            than the CPU are looked at there, and fail there).
+    """
+    positions = positions.reshape(-1, positions.shape[-1])
+    check_bounds(cu_seqlens, torch.Size((*positions.shape, 1)))
+    expected = Tokens(1, positions.shape[1], cu_seqlens=cu_seqlens, device=cu_seqlens.device)
+    counted = (positions.to(cu_seqlens.device) == expected.positions).all()
+    wanted = "position_ids: expected positions that count each document of cu_seq_lens_q from 0"
+    _require(counted, wanted, positions)
+
+
 _HINT = "(where only a part of the rows is run, hand it over with the call)"
 
 

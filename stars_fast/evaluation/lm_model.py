@@ -29,6 +29,7 @@ from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Recording  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
+from stars_fast.models.generation import adopt_depth  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
 from stars_fast.models.ouro.turn_count import TurnCount  # noqa: E402
@@ -82,6 +83,7 @@ class StarsFastLM(Recording, HFLM):
             raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {tol_per!r}")
         super().__init__(pretrained, backend="causal", **others)
         self.tol_per = tol_per
+        adopt_depth(self.model)  # what is scored is as deep as what is generated
         set_turns(self.model.config, turns, tol)
         known = self.tokenizer.get_vocab().get(MESSAGE_END)
         ends = self.model.generation_config.eos_token_id

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from stars_fast.tokens import Tokens
 
-PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Names that transformers' collators add for attention kernels of packed documents."""
-
 _NO_TARGET = -100
 
 

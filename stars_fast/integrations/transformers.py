@@ -27,7 +27,7 @@ from stars_fast.base.checks import check_kind
 from stars_fast.base.seeds import derive
 from stars_fast.data.samples import draw_samples, drawn_number, sample_noise
 from stars_fast.dual.dual_pass import first_output
-from stars_fast.integrations.batches import PACKED, Collated, completions_of, samples_of
+from stars_fast.integrations.batches import Collated, completions_of, samples_of
 from stars_fast.models.block_kinds import DecoderStack, ModelTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
@@ -126,7 +126,13 @@ class JacobianPenalty(_Trainer):
                 )
         super().__init__(*args, **kwargs)
         _check_launch(self)
+        # The Trainer divides by the micro-batches itself; 5.5 lets accelerate do so once more.
+        self.accelerator.gradient_accumulation_steps = 1
         self.penalty = penalty
+        if _generates(self) and hasattr(self.model, "depth_settings"):
+            from stars_fast.models.generation import adopt_depth
+
+            adopt_depth(self.model)
         if turns is not None and _generates(self):
             raise ValueError(
                 f"turns: expected None with {type(self).__name__}, which generates at the model's "
@@ -195,9 +201,6 @@ class JacobianPenalty(_Trainer):
         """The Trainer's loss, and in training the penalty with it."""
         inputs = dict(inputs)
         block = _block_of(self.model)
-        if isinstance(block, ModelTurn) and inputs.get("position_ids") is not None:
-            for name in PACKED:  # the positions say the same, and TRL hands them on unread
-                inputs.pop(name, None)
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         if not self._micros:

@@ -1,4 +1,4 @@
-"""Linear maps, and what may stand in for them."""
+"""Linear maps, and what may stand in for them or for their weights."""
 
 from typing import TypeGuard
 
@@ -8,12 +8,21 @@ from stars_fast import functional
 from stars_fast.dual.tensor import Dual
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Whether the weights of a module may be read without calling it: no hook stands before or
+    after it, its `forward` is its class's (accelerate puts another in place that fetches weights
+    from elsewhere), and they are plain tensors, not quantised or sharded ones."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+    if hooked or "forward" in vars(module):
+        return False
+    # What a subclass of tensors made of others has to define: torchao's, DTensor, ...
+    return not any(hasattr(weight, "__tensor_flatten__") for weight in module._parameters.values())
+
+
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a module is its weight and bias and nothing else: no adapter, no hook, not
-    quantised or sharded by itself."""
-    return type(module) is nn.Linear and not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    )
+    quantised, sharded or kept elsewhere."""
+    return type(module) is nn.Linear and is_plain(module)
 
 
 def project(module: nn.Module, x: Tensor) -> Tensor:

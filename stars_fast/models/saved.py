@@ -15,6 +15,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.adapter_folder import adapter_base, load_adapter
+from stars_fast.models.cast import cast
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import Family, family_of, section_of
 from stars_fast.models.folders import not_loaded
@@ -135,7 +136,7 @@ def load_model(source: ModelSource, dtype: torch.dtype | None = None, device: st
                 load_adapter(source.path, model)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-    return model.to(device=device, dtype=dtype or next(model.parameters()).dtype).eval()
+    return cast(model, dtype or next(model.parameters()).dtype, device).eval()
 
 
 def _adapted_run(source: ModelSource) -> Any:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.base.checks import check_integer
 from stars_fast.models.adaptive import AdaptiveDepth, Per
+from stars_fast.models.call_arguments import (
+    check_arguments,
+    kept_states,
+    take_documents,
+    wants_dict,
+)
+from stars_fast.models.generation import LoopedGenerationMixin
 from stars_fast.models.huginn.cache import HuginnCache, check_cache
 from stars_fast.models.huginn.config import HuginnConfig
 from stars_fast.models.huginn.loading import TABLE, rotary_table
@@ -22,11 +28,6 @@ from stars_fast.models.ouro.cache import CACHE
 from stars_fast.models.ouro.context import Context
 from stars_fast.models.ouro.loading import drop_stale_weights
 from stars_fast.models.ouro.losses import language_loss
-
-# What transformers passes along to any model, and has no meaning or no effect here.
-_PASSED_ALONG = frozenset(
-    ("cache_position", "is_first_iteration", "output_attentions", "seq_idx", "token_type_ids")
-)
 
 
 @dataclass
@@ -54,20 +55,22 @@ class _Read:
     starts: Tensor | None
 
 
-class HuginnForCausalLM(HuginnParts, GenerationMixin):
+class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
     """Huginn-0125, decoders retrofitted with recurrence, and what is trained from them.
 
         model = HuginnForCausalLM.from_pretrained("tomg-group-umd/huginn-0125")
         model.generate(**inputs, turns=32, max_new_tokens=64)
 
     Loading never runs code of the checkpoint; keys that are missing, not expected or of another
-    shape are errors that name them. `turns` and `tol` are arguments of a call and of `generate`;
-    their defaults are in the configuration. Outside training the initial state is the same in every
+    shape are errors that name them. `turns` (or `num_steps`), `tol` and `tol_per` are arguments of
+    a call and of `generate`, and settings of a `GenerationConfig`; the others' defaults are in the
+    configuration. Outside training the initial state is the same in every
     call (`first_state`).
     """
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
     accepts_loss_kwargs = True
+    depth_settings = ("turns", "num_steps", "tol", "tol_per")
 
     def __init__(self, config: HuginnConfig) -> None:
         super().__init__(config)
@@ -79,6 +82,13 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
         self.lm_head = new_embeddings
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'; the rows of the embedding are `padded_vocab_size` in the public
+        format."""
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.padded_vocab_size = embeddings.num_embeddings
+        return embeddings
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Write the public layout: safetensors, with Huginn's rotary table among them, and a
@@ -138,7 +148,8 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
                 takes no further turn; its keys and values stand in for those of the turns left
                 out. 0 for no such stop.
             tol_per: "sequence", or "token" (`models.adaptive`).
-            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row.
+            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row; also as
+                `cu_seq_lens_q` and the names beside it (`call_arguments.take_documents`).
             output_hidden_states: return the states before and after each turn.
             num_items_in_batch: divides the summed loss; the number of targets by default.
             skip_logits: compute the loss alone, without a tensor of all logits; by default in
@@ -148,14 +159,17 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
             TypeError, ValueError: an argument that is unknown, of the wrong type, shape or range.
         """
         config = self.config
-        _check_arguments(kwargs)
+        position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
+        check_arguments(kwargs, "Huginn")
         limit, kept = _turns(config, turns, num_steps, backprop_turns)
         x = self._embedded(input_ids, inputs_embeds)
         given = past_key_values if cache is None else cache
-        cache = self._cache(given, use_cache, limit, len(x), cu_seqlens is not None)
+        cache = self._cache(given, use_cache, limit, len(x))
         context = self.prepare(x, attention_mask, position_ids, cu_seqlens, cache)
         if context.starts is not None and cache is not None:
-            raise ValueError("use_cache: expected False for packed documents, got a cache")
+            if given is not None or use_cache:
+                raise ValueError("use_cache: expected False for packed documents, got a cache")
+            cache, context = None, replace(context, cache=None)
         e = self.prelude(x, context)
         h = self.first_state(e, context) if input_states is None else input_states
         if h.shape != e.shape:
@@ -192,14 +206,14 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
         held: dict[str, Any] = {CACHE: cache}
         output = HuginnCausalLMOutput(
             loss=loss,
-            logits=None if skip_logits else self.lm_head(_kept(out, logits_to_keep)),
+            logits=None if skip_logits else self.lm_head(kept_states(out, logits_to_keep)),
             hidden_states=tuple(states) if keep else None,
             last_hidden_state=out,
             inputs=e,
             turns=depth.turns,
             **held,
         )
-        return output if return_dict in (None, True) else output.to_tuple()
+        return output if wants_dict(config, return_dict) else output.to_tuple()
 
     def read(self, h: Tensor, context: Context) -> Tensor:
         """Logits [B, S, V] of the state h [B, S, D] after a turn."""
@@ -225,9 +239,7 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
             raise ValueError(f"input_ids: expected a token at least, got {list(input_ids.shape)}")
         return self.embed(input_ids)
 
-    def _cache(
-        self, given: Any, use_cache: bool | None, turns: int, batch: int, packed: bool
-    ) -> Any:
+    def _cache(self, given: Any, use_cache: bool | None, turns: int, batch: int) -> Any:
         """The cache of a call: the one given, a new one, or None."""
         if self.recomputes and (given is not None or use_cache):
             raise ValueError(
@@ -236,38 +248,16 @@ class HuginnForCausalLM(HuginnParts, GenerationMixin):
             )
         check_cache(given)
         if use_cache is None:
-            use_cache = given is not None or (
-                self.config.use_cache and not self.training and not packed
-            )
+            use_cache = given is not None or (self.config.use_cache and not self.training)
         if not use_cache:
             return None
-        cache = self._empty_cache() if given is None else given
+        cache = self.empty_cache() if given is None else given
         cache.bind(self.config.n_layers_in_recurrent_block, turns, batch)
         return cache
 
-    def _empty_cache(self) -> HuginnCache:
+    def empty_cache(self) -> HuginnCache:
         config = self.config
         return HuginnCache(config.n_layers_in_prelude, config.n_layers_in_recurrent_block)
-
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Give `generate` a cache with a slot for each turn."""
-        for name in ("cache", "past_key_values"):  # by either name
-            if model_kwargs.get(name) is not None:
-                model_kwargs[CACHE] = model_kwargs.pop(name)
-        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
-            kind = generation_config.cache_implementation
-            if kind not in (None, "dynamic", "dynamic_full"):
-                raise ValueError(
-                    "cache_implementation: expected None or 'dynamic' for a looped model, "
-                    f"got {kind!r}"
-                )
-            model_kwargs[CACHE] = self._empty_cache()
-            return None
-        return GenerationMixin._prepare_cache_for_generation(
-            cast(Any, self), generation_config, model_kwargs, *args, **kwargs
-        )
 
 
 def _turns(
@@ -296,16 +286,3 @@ def _turns(
         return limit, limit
     check_integer("backprop_turns", backprop_turns, 1)
     return limit, min(backprop_turns, limit)
-
-
-def _check_arguments(kwargs: dict[str, Any]) -> None:
-    if unknown := sorted(set(kwargs) - _PASSED_ALONG):
-        raise TypeError(f"Huginn: unknown arguments {unknown}")
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions: expected False; the kernels keep no weights")
-
-
-def _kept(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    if isinstance(logits_to_keep, Tensor):
-        return h[:, logits_to_keep]
-    return h[:, -logits_to_keep:] if logits_to_keep else h

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from stars_fast import functional
 from stars_fast.models.huginn.config import HuginnConfig
 from stars_fast.models.ouro.attention import attend
-from stars_fast.models.plain_linear import project, project_merged
+from stars_fast.models.plain_linear import is_plain, project, project_merged
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -166,7 +166,10 @@ class Olmo2Layer(HuginnLayer):
 
 def _normed_sum(branch: Tensor, h: Tensor, norm: HuginnRMSNorm) -> tuple[Tensor, Tensor]:
     """h + branch, and the norm of it."""
-    return functional.sandwich(branch, h, None, norm.weight, norm.eps, norm.eps)
+    if is_plain(norm):
+        return functional.sandwich(branch, h, None, norm.weight, norm.eps, norm.eps)
+    h = functional.add(h, branch.to(h.dtype))
+    return h, norm(h)
 
 
 LAYERS: dict[str | None, type[HuginnLayer]] = {

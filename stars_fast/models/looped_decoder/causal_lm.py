@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.adaptive import Per
+from stars_fast.models.call_arguments import kept_states, wants_dict
+from stars_fast.models.generation import LoopedGenerationMixin
 from stars_fast.models.looped_decoder.cache import LoopedDecoderCache
 from stars_fast.models.looped_decoder.config import LoopedDecoderConfig
 from stars_fast.models.looped_decoder.conversion import check_decoder, check_understood, take_over
@@ -20,8 +21,7 @@ from stars_fast.models.looped_decoder.model import (
     LoopedDecoderPreTrainedModel,
     fresh_decoder,
 )
-from stars_fast.models.ouro.cache import CACHE, give_cache
-from stars_fast.models.ouro.causal_lm import kept_states
+from stars_fast.models.ouro.cache import CACHE
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.plain_linear import is_plain_linear
 
@@ -38,7 +38,7 @@ class LoopedDecoderCausalLMOutput(CausalLMOutputWithPast):
     turns: Tensor | None = None
 
 
-class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
+class LoopedDecoderForCausalLM(LoopedGenerationMixin, LoopedDecoderPreTrainedModel):
     """A decoder of transformers whose middle layers are repeated.
 
         llama = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
@@ -46,8 +46,8 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
         model.generate(**inputs, turns=3, max_new_tokens=64)
 
     Loading never runs code of the checkpoint; keys that are missing, not expected or of another
-    shape are errors that name them. `turns` and `tol` are arguments of a call and of `generate`;
-    their defaults are in the configuration.
+    shape are errors that name them. `turns`, `tol` and `tol_per` are arguments of a call and of
+    `generate`, and settings of a `GenerationConfig`; the others' defaults are in the configuration.
     """
 
     accepts_loss_kwargs = True
@@ -184,6 +184,7 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
             cu_seqlens=cu_seqlens,
             cache=cache,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **kwargs,
         )
         loss = None
@@ -207,11 +208,7 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
             turns=outputs.turns,
             **held,
         )
-        return output if return_dict in (None, True) else output.to_tuple()
+        return output if wants_dict(self.config, return_dict) else output.to_tuple()
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Give `generate` a cache with a slot for each turn."""
-        empty = self.model.empty_cache()
-        return give_cache(self, empty, generation_config, model_kwargs, *args, **kwargs)
+    def empty_cache(self) -> LoopedDecoderCache:
+        return self.model.empty_cache()

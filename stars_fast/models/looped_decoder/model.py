@@ -15,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from stars_fast.dual.dual_pass import first_output
 from stars_fast.models.adaptive import AdaptiveDepth, Per
+from stars_fast.models.call_arguments import check_arguments, take_documents, wants_dict
 from stars_fast.models.decoder_layers import (
     CACHE_NAMES,
     LAYER_NAMES,
@@ -31,7 +32,6 @@ from stars_fast.models.looped_decoder.context import Context
 from stars_fast.models.looped_decoder.parts import LearnedState
 from stars_fast.models.ouro.cache import CACHE, check_cache
 from stars_fast.models.ouro.loading import check_loaded, drop_stale_weights
-from stars_fast.models.ouro.model import check_arguments
 from stars_fast.tokens import Tokens, describe_tokens
 
 _log = logging.getLogger(__name__)
@@ -311,13 +311,15 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
                 out. 0 for no such stop, by default `config.convergence_tol`.
             tol_per: "sequence", or "token": a token that rests keeps its state while others of its
                 sequence go on (`models.adaptive`).
-            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row.
+            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row; also as
+                `cu_seq_lens_q` and the names beside it (`call_arguments.take_documents`).
             output_hidden_states: return the states before and after each turn.
 
         Raises:
             TypeError, ValueError: an argument of the wrong type, shape or range, named.
         """
         config = self.config
+        position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
         check_arguments(kwargs, "looped decoder")
         like = self.like(input_ids, inputs_embeds)
         limit = config.total_ut_steps if turns is None else turns
@@ -355,7 +357,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
             starts=tokens.starts,
             **held,
         )
-        return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+        return output if wants_dict(config, kwargs.get("return_dict")) else output.to_tuple()
 
     def like(self, input_ids: Tensor | None, inputs_embeds: Tensor | None = None) -> Tensor:
         """A tensor [B, S, D] without memory of the call's shape, dtype and device."""

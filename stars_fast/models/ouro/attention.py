@@ -46,7 +46,7 @@ def attend(module: Attention, q: Tensor, k: Tensor, v: Tensor, visible: Visible)
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> Tensor:
     mask = visible.mask
-    causal = mask is None and q.shape[2] > 1
+    causal = mask is None and bool(q.shape[2] > 1)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped

@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache
 from transformers.masking_utils import create_causal_mask
 
 # What this version of transformers calls a model's cache: `past_key_values`, later `cache`.
@@ -104,36 +104,3 @@ def check_cache(cache: Any, kind: type[OuroCache] = OuroCache) -> None:
             f"past_key_values: expected {article} {kind.__name__}, which has a slot for each layer "
             f"of each turn, got {type(cache).__name__}"
         )
-
-
-def give_cache(
-    model: Any,
-    empty: OuroCache,
-    generation_config: Any,
-    model_kwargs: dict[str, Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Give `generate` of a model a cache with a slot for each turn; the rest is transformers'.
-
-    Args:
-        empty: the cache where the call brings none.
-        args, kwargs: the further arguments of `_prepare_cache_for_generation`.
-
-    Raises:
-        ValueError: the generation is to have a cache of another kind.
-    """
-    for name in ("cache", "past_key_values"):  # by either name
-        if model_kwargs.get(name) is not None:
-            model_kwargs[CACHE] = model_kwargs.pop(name)
-    if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
-        kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic", "dynamic_full"):
-            raise ValueError(
-                f"cache_implementation: expected None or 'dynamic' for a looped model, got {kind!r}"
-            )
-        model_kwargs[CACHE] = empty
-        return None
-    return GenerationMixin._prepare_cache_for_generation(
-        model, generation_config, model_kwargs, *args, **kwargs
-    )

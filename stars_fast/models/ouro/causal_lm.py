@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.adaptive import Per
-from stars_fast.models.ouro.cache import CACHE, OuroCache, give_cache
+from stars_fast.models.call_arguments import kept_states, wants_dict
+from stars_fast.models.generation import LoopedGenerationMixin
+from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
 from stars_fast.models.ouro.loading import drop_stale_weights, set_stop
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel
-
-# transformers' names for the bounds of packed documents.
-_PACKED = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))
 
 
 @dataclass
@@ -32,16 +30,19 @@ class OuroCausalLMOutput(CausalLMOutputWithPast):
     turns: Tensor | None = None
 
 
-class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
+class OuroForCausalLM(LoopedGenerationMixin, OuroPreTrainedModel):
     """Ouro-1.4B, 2.6B, and what is trained from them.
 
         model = OuroForCausalLM.from_pretrained("ByteDance/Ouro-1.4B", dtype=torch.bfloat16)
         model.generate(**inputs, turns=8, max_new_tokens=64)
 
     Loading never runs code of the checkpoint; keys that are missing, not expected or of another
-    shape are errors that name them. `turns`, `exit_at_step`, `exit_threshold` and `tol` are
-    arguments of a call and of `generate`; their defaults are in the configuration.
+    shape are errors that name them. `turns`, `exit_at_step`, `exit_threshold`, `tol` and `tol_per`
+    are arguments of a call and of `generate`, and settings of a `GenerationConfig`; the others'
+    defaults are in the configuration.
     """
+
+    depth_settings = ("turns", "exit_at_step", "exit_threshold", "tol", "tol_per")
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     accepts_loss_kwargs = True
@@ -98,9 +99,6 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             TypeError, ValueError: an argument that is unknown, of the wrong type, shape or range.
         """
         return_dict = kwargs.pop("return_dict", None)
-        packed = {name: kwargs.pop(name) for name in _PACKED & set(kwargs)}
-        if cu_seqlens is None and packed.get("cu_seq_lens_q") is not None:
-            cu_seqlens, position_ids = packed["cu_seq_lens_q"], None  # the positions follow from it
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         outputs = self.model(
@@ -118,6 +116,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             cu_seqlens=cu_seqlens,
             cache=cache,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
             **kwargs,
         )
         h = outputs.last_hidden_state
@@ -134,18 +133,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             turns=outputs.turns,
             **held,
         )
-        return output if return_dict in (None, True) else output.to_tuple()
+        return output if wants_dict(self.config, return_dict) else output.to_tuple()
 
-    def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Give `generate` a cache with a slot for each turn."""
-        empty = OuroCache(self.config.num_hidden_layers)
-        return give_cache(self, empty, generation_config, model_kwargs, *args, **kwargs)
-
-
-def kept_states(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The states [B, S', D] of h [B, S, D] whose logits are asked for."""
-    if isinstance(logits_to_keep, Tensor):
-        return h[:, logits_to_keep]
-    return h[:, -logits_to_keep:] if logits_to_keep else h
+    def empty_cache(self) -> OuroCache:
+        return OuroCache(self.config.num_hidden_layers)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
 from stars_fast.models.ouro.config import OURO_ACTIVATIONS, OuroConfig
-from stars_fast.models.plain_linear import gated_mlp, project_heads, project_merged
+from stars_fast.models.plain_linear import gated_mlp, is_plain, project_heads, project_merged
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -100,7 +100,10 @@ class OuroDecoderLayer(nn.Module):
 
     def forward(self, h: Tensor, context: Context, turn: int = 0) -> Tensor:
         branch = self.self_attn(self.input_layernorm(h), context, turn)
-        # h + N2(branch) and N3 of it in one.
         out, into = self.input_layernorm_2, self.post_attention_layernorm
-        h, x = functional.sandwich(branch, h, out.weight, into.weight, out.eps, into.eps)
+        if is_plain(out) and is_plain(into):  # h + N2(branch) and N3 of it in one
+            h, x = functional.sandwich(branch, h, out.weight, into.weight, out.eps, into.eps)
+        else:
+            h = functional.add(h, out(branch, h.dtype))
+            x = into(h)
         return functional.add(h, self.post_attention_layernorm_2(self.mlp(x), h.dtype))

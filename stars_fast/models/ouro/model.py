@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from stars_fast.dual.pass_mode import on_stacks
 from stars_fast.dual.tensor import Dual
 from stars_fast.models.adaptive import AdaptiveDepth, Per
+from stars_fast.models.call_arguments import check_arguments, take_documents, wants_dict
 from stars_fast.models.folders import check_folder
 from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
@@ -22,12 +23,6 @@ from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, t
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
 from stars_fast.models.ouro.loading import GATE_KEYS, check_loaded, set_stop
 from stars_fast.models.ouro.rotary import Rotary
-
-# What transformers passes along to any model, and has no meaning or no effect here.
-_PASSED_ALONG = frozenset(
-    ("cache_position", "is_first_iteration", "output_attentions", "return_dict", "seq_idx",
-     "token_type_ids")
-)  # fmt: skip
 
 
 @dataclass
@@ -156,7 +151,8 @@ class OuroModel(OuroPreTrainedModel):
         if not isinstance(h, Dual):
             return self._layers(h, context, index)
         with on_stacks():
-            return self._layers(h, context, index)
+            # A pair of this region: the one from outside would stand for its primal here.
+            return self._layers(Dual(h.stack), context, index)
 
     def _layers(self, h: Tensor, context: Context, index: int) -> Tensor:
         recompute = self._recomputes()
@@ -208,7 +204,8 @@ class OuroModel(OuroPreTrainedModel):
                 out. 0 for no such stop.
             tol_per: "sequence", or "token": a token that rests keeps its state while others of its
                 sequence go on (`models.adaptive`).
-            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row.
+            cu_seqlens: [n + 1] bounds of documents packed in a batch of one row; also as
+                `cu_seq_lens_q` and the names beside it (`call_arguments.take_documents`).
             output_hidden_states: return the states before and after each turn.
             output_gates: return the gate's logits after each turn.
 
@@ -216,7 +213,8 @@ class OuroModel(OuroPreTrainedModel):
             TypeError, ValueError: an argument of the wrong type, shape or range, named.
         """
         config = self.config
-        check_arguments(kwargs)
+        position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
+        check_arguments(kwargs, "Ouro")
         h = self._embedded(input_ids, inputs_embeds)
         limit, threshold = turns_and_threshold(config, turns, exit_at_step, exit_threshold)
         tol = config.convergence_tol if tol is None else tol
@@ -259,7 +257,7 @@ class OuroModel(OuroPreTrainedModel):
             starts=context.starts,
             **held,
         )
-        return output if kwargs.get("return_dict") in (None, True) else output.to_tuple()
+        return output if wants_dict(config, kwargs.get("return_dict")) else output.to_tuple()
 
     def _embedded(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         """h^(0), [B, S, D]."""
@@ -300,11 +298,3 @@ class OuroModel(OuroPreTrainedModel):
 
     def _recomputes(self) -> bool:
         return self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-
-
-def check_arguments(kwargs: dict[str, Any], what: str = "Ouro") -> None:
-    """Raise TypeError, ValueError for arguments of a call that have no meaning here."""
-    if unknown := sorted(set(kwargs) - _PASSED_ALONG):
-        raise TypeError(f"{what}: unknown arguments {unknown}")
-    if kwargs.get("output_attentions"):
-        raise ValueError("output_attentions: expected False; the kernels keep no weights")

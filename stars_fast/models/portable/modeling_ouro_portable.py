@@ -637,6 +637,21 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         )
         return output if return_dict in (None, True) else output.to_tuple()
 
+    def _prepare_generation_config(
+        self, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        """As transformers', which would keep these settings and read none of them."""
+        for name in ("turns", "exit_at_step", "exit_threshold", "tol"):
+            for config in (generation_config, self.generation_config):
+                if getattr(config, name, None) is not None:
+                    raise ValueError(
+                        f"generation_config: expected no {name}, got {getattr(config, name)!r}; "
+                        "give it to generate, or set it in the model's config"
+                    )
+        return GenerationMixin._prepare_generation_config(
+            cast(Any, self), generation_config, *args, **kwargs
+        )
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
