@@ -1,8 +1,9 @@
 """Strings of bits and the parity of each beginning: a task whose depth grows with its length.
 
-    bits      1 0 1 1 0
-    parities  1 1 0 1 1     the sum of the bits up to here, modulo 2
+    tokens    = 1 0 1 1 0
+    parities    1 1 0 1 1     the sum of the bits up to here, modulo 2
 
+`=` begins a string: without it or positions a first 1 could not be told from one after another.
 Every place is predicted from the bits up to it, and a string counts if all of them are right. The
 state that carries the answer from place to place is one bit, but it takes as many steps as the
 string is long: train on short strings, judge on longer ones with more turns. It is the prefix-sum
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from stars_fast.base.checks import check_integer
+from stars_fast.data import IGNORE
 from stars_fast.data.batches import HostBatch
 from stars_fast.tokens import Tokens
 
-ALPHABET = "01"
+ALPHABET = "01="
 MAX_BITS = 60
 """Most bits of a training string, whose strings are drawn as numbers."""
 
@@ -71,16 +74,16 @@ class BitStrings:
 
     Args:
         bits: [N, length], 0 or 1.
-        ids: the tokens of another vocabulary for 0 and 1.
+        ids: the tokens of another vocabulary for those of `ALPHABET`.
     """
 
     def __init__(self, bits: np.ndarray, ids: Sequence[int] | None = None) -> None:
         self.bits = torch.from_numpy(bits.astype(np.int64))
-        self.ids = torch.tensor([0, 1] if ids is None else list(ids))
+        self.ids = torch.tensor(range(len(ALPHABET)) if ids is None else list(ids))
 
     @property
     def longest(self) -> int:
-        return self.bits.shape[1]
+        return 1 + self.bits.shape[1]
 
     def __len__(self) -> int:
         return len(self.bits)
@@ -93,8 +96,9 @@ class BitStrings:
 
     def batch(self, units: np.ndarray) -> HostBatch:
         bits = self.bits[torch.from_numpy(units)]
-        parities = bits.cumsum(1) % 2
-        return HostBatch(self.ids[bits], self.ids[parities], Tokens(*bits.shape))
+        tokens = self.ids[F.pad(bits, (1, 0), value=ALPHABET.index("="))]
+        targets = F.pad(self.ids[bits.cumsum(1) % 2], (1, 0), value=IGNORE)
+        return HostBatch(tokens, targets, Tokens(*tokens.shape))
 
 
 def draw_strings(config: ParityConfig) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:

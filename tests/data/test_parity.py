@@ -11,11 +11,15 @@ from stars_fast.data.parity import BitStrings, ParityConfig, draw_strings
 
 def test_every_place_is_predicted_from_the_bits_up_to_it():
     batch = micro_batch(BitStrings(np.array([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]])), np.arange(2))
-    assert batch.tokens.tolist() == [[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]]
+    assert batch.tokens.tolist() == [[2, 1, 0, 1, 1, 0], [2, 0, 0, 1, 0, 1]]
     assert batch.labels.view(2, 5).tolist() == [[1, 1, 0, 1, 1], [0, 0, 1, 1, 0]]
-    assert batch.samples.lengths == [5, 5]
-    other = BitStrings(np.array([[1, 0, 1]]), ids=[7, 9]).batch(np.array([0]))
-    assert (other.tokens.tolist(), other.targets.tolist()) == ([[9, 7, 9]], [[9, 9, 7]])
+    assert batch.positions.tolist() == [1, 2, 3, 4, 5, 7, 8, 9, 10, 11]
+    assert batch.samples.lengths == [6, 6]
+    other = BitStrings(np.array([[1, 0, 1]]), ids=[7, 9, 8]).batch(np.array([0]))
+    assert (other.tokens.tolist(), other.targets.tolist()) == (
+        [[8, 9, 7, 9]],
+        [[-100, 9, 9, 7]],
+    )
 
 
 def test_no_string_is_trained_and_judged_on():
@@ -35,10 +39,10 @@ def test_no_string_is_trained_and_judged_on():
 def test_the_kind_opens_all_lengths(longer):
     section = ParitySection(bits=4, longer=longer, train_samples=10, test_samples=6)
     data = KIND.open(section, None, 0)
-    assert KIND.longest(section) == max([4, *(4 * times for times in longer)])
+    assert KIND.longest(section) == 1 + max([4, *(4 * times for times in longer)])
     assert [len(data.source), len(data.held_out)] == [10, 6]
     assert {name: each.longest for name, each in data.further.items()} == (
-        {"3x": 12} if longer else {}
+        {"3x": 13} if longer else {}
     )
     assert data.unit == "strings of 4 bits"
 

@@ -26,7 +26,7 @@ class ParityKind(DataKind):
     own_tokens = len(ALPHABET)
 
     def longest(self, section: ParitySection) -> int:
-        return section.bits * max(1, *section.longer, 1)
+        return 1 + section.bits * max((1, *section.longer))
 
     def open(
         self, section: ParitySection, tokenizer: Any, seed: int, quiet: bool = True

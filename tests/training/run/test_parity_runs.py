@@ -41,5 +41,5 @@ def test_a_run_is_judged_on_longer_strings(tmp_path, capsys):
 
 def test_the_recipe_has_room_for_its_longest_strings():
     config = load_config("parity-quick")
-    assert (config.model.max_length, config.model.vocab_size) == (40, 2)
+    assert (config.model.max_length, config.model.vocab_size) == (41, 3)
     assert config.depth.low * (config.model.window - 1) >= config.data.bits
