@@ -6,11 +6,12 @@ import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, ClassVar, NoReturn, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
 
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
 
-from stars_fast.models.ouro.cache import CACHE, OuroCache
+if TYPE_CHECKING:
+    from stars_fast.models.ouro.cache import OuroCache
 
 # What of the depth is said anew where one of them is said: a lower level's word on it is void.
 _INSTEAD_OF = {
@@ -135,6 +136,9 @@ class LoopedGenerationMixin(GenerationMixin):
         Raises:
             ValueError: the generation is to have a cache of another kind.
         """
+        # Here, as Ouro's package imports this module.
+        from stars_fast.models.ouro.cache import CACHE
+
         for name in ("cache", "past_key_values"):  # by either name
             if model_kwargs.get(name) is not None:
                 model_kwargs[CACHE] = model_kwargs.pop(name)

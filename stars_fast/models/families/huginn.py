@@ -146,6 +146,7 @@ class HuginnFamily(Family):
     model_type = "huginn_raven"
     section = HuginnSection
     packs = True
+    causal_lm = True
 
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"
