@@ -14,9 +14,10 @@ from stars_fast.training.scale.budget import activation_budget, agree, gathered_
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.measure import measure_activations
 from stars_fast.training.scale.memory import Activations, Choice, choose
+from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.micro_step import MicroStep, begin
 from stars_fast.training.step.precision import autocast
-from stars_fast.training.step.train_step import StepLoss, root_of, turns_in_graph
+from stars_fast.training.step.train_step import StepLoss, root_of
 from stars_fast.training.step.turns import by_layer
 
 
@@ -63,7 +64,7 @@ def fit_memory(
     usual, most = round(config.depth.mean()), config.depth.chances(config.train.total_steps)[-1][0]
     return [
         f"at {turns} turns "
-        + choice(turns_in_graph(config, penalty, turns), penalty.needs_dual).describe()
+        + choice(turns_in_graph(config, turns, config.penalised), penalty.needs_dual).describe()
         for turns in sorted({usual, most})
     ]
 

@@ -19,6 +19,17 @@ def step_cost(config: RunConfig, turns: float, step: int, outside: float) -> flo
     return cost
 
 
+def turns_in_graph(config: RunConfig, turns: int, penalised: bool) -> int:
+    """The plain turns that carry a gradient in a micro-batch of so many turns; `penalised` says
+    whether it has the penalty."""
+    kept = config.train.backprop_turns
+    found = (turns if kept is None else min(turns, kept)) + config.loop.more_turns
+    if not penalised:
+        return found
+    penalty = penalty_of(config)
+    return found - penalty.last_turns + penalty.more_turns
+
+
 def relative_cost(config: RunConfig, outside: float) -> float:
     """Mean cost of a step of the run over one of SFT at `train.reference_turns`."""
     steps = config.train.total_steps

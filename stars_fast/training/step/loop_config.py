@@ -51,9 +51,14 @@ class LoopChange:
         """Turns in the graph beyond those of the step."""
         return self.graph_turns if self.progressive > 0 else 0
 
+    @property
+    def free_mean(self) -> float:
+        """Turns without a gradient beyond those of the step, on average."""
+        return (1 + self.free_turns) / 2 if self.progressive > 0 else 0.0
+
     def cost(self, outside: float) -> float:
         """The expected cost for one micro-batch in turns, `outside` being what lies outside the
         block."""
         if self.progressive == 0:
             return 0.0
-        return (1 + self.free_turns) / 2 / 3 + self.graph_turns + outside
+        return self.free_mean / 3 + self.more_turns + outside

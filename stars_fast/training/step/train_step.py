@@ -23,10 +23,11 @@ from stars_fast.models.loop import Loop
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.parallel import gradient_sync
+from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
-from stars_fast.training.step.penalties.base import NoPenalty, Penalty
+from stars_fast.training.step.penalties.base import NoPenalty
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.turns import KEEP_ALL, Recompute
 
@@ -84,7 +85,7 @@ class StepLoss(nn.Module):
         """
         factor = self.penalty.factor(batch, plan.step) if plan.weight > 0 else 0.0
         penalty = self.penalty if factor > 0 else NoPenalty(self.config)
-        in_graph = turns_in_graph(self.config, penalty, turns)
+        in_graph = turns_in_graph(self.config, turns, factor > 0)
         recompute = self.recompute(in_graph, penalty.needs_dual)
 
         micro = MicroStep(self.loop, batch, self.config, plan.step, recompute)
@@ -109,13 +110,6 @@ class StepLoss(nn.Module):
         """`work(loop, *args)` while the weights are there, also where they are sharded; then every
         process must call it alike."""
         return work(self.loop, *args)
-
-
-def turns_in_graph(config: RunConfig, penalty: Penalty, turns: int) -> int:
-    """The plain turns of a step of `turns` turns that carry a gradient."""
-    kept = config.train.backprop_turns
-    of_step = turns if kept is None else min(turns, kept)
-    return of_step - penalty.last_turns + penalty.more_turns + config.loop.more_turns
 
 
 def root_of(step_loss: nn.Module) -> StepLoss:
