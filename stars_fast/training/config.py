@@ -230,6 +230,12 @@ class RunConfig:
                 f"got {','.join(self.train.freeze)}"
             )
         penalty = self.penalty
+        for name in ("margin", "fixed_point"):
+            if getattr(penalty, name) > 0 and not METHODS[self.method].penalty(self).needs_dual:
+                raise ConfigError(
+                    f"penalty.{name}: expected 0 with method {self.method}, which takes no "
+                    f"Jacobian, got {getattr(penalty, name):g}"
+                )
         kept = self.train.backprop_turns
         if penalty.direction == "step" and penalty.at == "last" and kept == 1:
             raise ConfigError(

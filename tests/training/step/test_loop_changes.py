@@ -265,6 +265,11 @@ def test_costs(tiny):
         ({"loop": {"progressive": 1.5}}, r"progressive: expected a number in \[0, 1\]"),
         ({"loop": {"noise": -0.1}}, "noise: expected a number in"),
         ({"penalty": {"margin": -1.0}}, "margin: expected a number in"),
+        (
+            {"method": "fixed-point", "penalty": {"margin": 0.5}},
+            "penalty.margin: expected 0 with method fixed-point, which takes no Jacobian, got 0.5",
+        ),
+        ({"penalty": {"fixed_point": 1.0}}, "penalty.fixed_point: expected 0 with method sft"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tiny, changes, message):
