@@ -85,11 +85,9 @@ class LoopedLM(nn.Module):
             raise ValueError(
                 f"inputs: expected {expected} with injection {self.config.injection}, got {got}"
             )
-        return (
-            self.block
-            if inputs is None
-            else nn.Sequential(Injected(self.adapter, inputs), *self.block)
-        )
+        if inputs is None:
+            return self.block
+        return nn.Sequential(Injected(self.adapter, inputs), *self.block)
 
     def first_state(self, inputs: Tensor) -> Tensor:
         """h^(0) [B, S, D] from the prelude's output; noise is drawn anew in training, else it is a
