@@ -183,20 +183,22 @@ def adopt_depth(model: Any, turns: int | None = None) -> None:
     it counts where others call or read the model, and not in `generate` alone.
 
     Args:
+        model: one with `LoopedGenerationMixin`.
         turns: instead of those that it names.
 
     Raises:
         TypeError, ValueError: a value out of range, named.
     """
-    names = type(model.config).attribute_map
-    own = [name for name in getattr(model, "depth_settings", ()) if name in names]
+    config, names = model.config, type(model.config).attribute_map
+    own = [name for name in model.depth_settings if name in names]
     said = settled_depth([{"turns": turns}, vars(model.generation_config)], own)
     fields = {names[name]: value for name, value in said.items()}
     rivals = {rival for name in said for rival in _INSTEAD_OF.get(name, ())}
     void = {names[name] for name in rivals & names.keys()} - fields.keys()
-    for field, value in (*dict.fromkeys(void).items(), *fields.items()):
-        setattr(model.config, field, value)
-    type(model.config).from_dict(model.config.to_dict())  # checks them
+    settled = dict.fromkeys(void) | fields
+    type(config).from_dict(config.to_dict() | settled)  # checks them
+    for field, value in settled.items():
+        setattr(config, field, value)
     drop_depth(model.generation_config, own)
 
 

@@ -17,7 +17,6 @@ WAYS = {
     "packed": {"packing": True, "max_length": 64},
     "padding_free": {"padding_free": True, "max_length": None},
     "filled up": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
-    "padded": {"max_length": None},
 }
 
 

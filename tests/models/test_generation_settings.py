@@ -215,6 +215,7 @@ def test_a_depth_is_adopted_by_the_configuration(name):
     model.generation_config.turns = 0
     with pytest.raises(ValueError, match="expected an integer >= 1, got 0"):
         adopt_depth(model)
+    assert model.config.turns == 2
 
 
 def test_an_adopted_exit_counts_as_in_generate():

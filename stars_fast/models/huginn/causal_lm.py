@@ -160,7 +160,7 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
         """
         config = self.config
         position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
-        check_arguments(kwargs, "Huginn")
+        check_arguments(kwargs, config, "Huginn")
         limit, kept = _turns(config, turns, num_steps, backprop_turns)
         x = self._embedded(input_ids, inputs_embeds)
         given = past_key_values if cache is None else cache
