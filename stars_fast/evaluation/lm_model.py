@@ -29,9 +29,9 @@ from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Recording  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
-from stars_fast.models.generation import adopt_depth  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
+from stars_fast.models.ouro.generation import adopt_depth  # noqa: E402
 from stars_fast.models.ouro.turn_count import TurnCount  # noqa: E402
 
 CLASSES: dict[str, Any] = {"ouro": OuroForCausalLM, "looped_decoder": LoopedDecoderForCausalLM}

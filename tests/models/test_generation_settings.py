@@ -12,7 +12,7 @@ import ouro_models
 from families_of_transformers import FAMILIES, GREEDY, greedy, ids, make
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from stars_fast.models.generation import adopt_depth, settled_depth
+from stars_fast.models.ouro.generation import adopt_depth, settled_depth
 
 
 @contextmanager

@@ -190,7 +190,7 @@ class HuginnFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
         from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
         if (Path(beside) / "generation_config.json").exists():

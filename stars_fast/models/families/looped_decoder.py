@@ -219,7 +219,7 @@ class LoopedDecoderFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
 
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
