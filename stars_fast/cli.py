@@ -1,4 +1,4 @@
-"""The command line: `stars-fast train | eval | lm-eval | analyze | study | export | bench |
+"""The command line: `stars-fast train | plan | eval | lm-eval | analyze | study | export | bench |
 recipes`, also `python -m stars_fast.cli`.
 
 Modules load where they are used, so that the help and the list of recipes come at once.
@@ -23,6 +23,7 @@ examples:
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
   stars-fast analyze runs/weak runs/addition-quick
   stars-fast train ouro-tiny
+  stars-fast plan ouro-numina-fast --gpus 4xA800-80GB
   torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
   stars-fast eval runs/ouro-numina --tasks gsm8k,math500,asdiv,svamp,amc23 --turns 2,4,8
   stars-fast eval ByteDance/Ouro-1.4B --text wiki.txt --turns 1,2,4,8,16
@@ -31,7 +32,7 @@ examples:
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
 """
 
-_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze"}
+_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze", "plan": "plan"}
 """Commands whose options are in a module of `stars_fast.commands`."""
 
 _OF_A_CLONE = {"study": "studies", "bench": "benchmarks"}
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     commands.add_parser("train", help="train a recipe, or continue a run")
+    commands.add_parser("plan", help="predict a run's time and memory on given GPUs, without one")
 
     commands.add_parser("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
     commands.add_parser("lm-eval", help="lm-eval's own command line, with the model stars_fast")

@@ -71,8 +71,7 @@ def train_runs(runs: Sequence[StudyRun], world: World) -> int:
             continue
         except TrainingFailure as error:
             if isinstance(error.__cause__, SaveError):
-                before = "the same command goes on from the one before"
-                _say(world, f"{where}: stopped: {error}; {before}")
+                _say(world, f"{where}: stopped: {error}; the same command goes on with the study")
                 continue
             _say(world, f"{where}: failed: {error}")
             if world.first:

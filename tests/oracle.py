@@ -41,6 +41,8 @@ class KeepDouble(TorchFunctionMode):
                 kwargs["dtype"] = torch.float64
             if func in (torch.Tensor.to, torch.Tensor.type):
                 args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if func is torch.Tensor.matmul:  # of a table and positions, which were integers
+                args = tuple(a.double() for a in args)
         return func(*args, **kwargs)
 
 

@@ -4,6 +4,7 @@ Part of a checkpoint is a pickle, as PyTorch's distributed checkpoints are: load
 that you trust. `training.run.checkpoint` writes them.
 """
 
+import errno
 import re
 import warnings
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from stars_fast.base.checksums import SUMS, checksum, read_checksums
 from stars_fast.base.errors import ConfigError
 
 METADATA, STATE = ".metadata", "state.pt"
@@ -26,20 +28,99 @@ MODEL_PREFIX = "model."
 _NAME = re.compile(r"step-(\d+)")
 
 
+def step_folders(folder: Path) -> dict[int, Path]:
+    """The checkpoints in `folder` by step, also those that have lost a file since."""
+    return {step_of(path): path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)}
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, by the name of its directory; 0 for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match.group(1)) if match else 0
+
+
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The complete checkpoints in `folder` by step."""
-    found = {}
-    for path in folder.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and (path / METADATA).is_file() and (path / STATE).is_file():
-            found[int(match.group(1))] = path
-    return found
+    return {
+        step: path
+        for step, path in step_folders(folder).items()
+        if (path / METADATA).is_file() and (path / STATE).is_file()
+    }
 
 
 def latest(folder: Path) -> Path | None:
     """The newest complete checkpoint in `folder`, None if there is none."""
     found = checkpoints(folder)
     return found[max(found)] if found else None
+
+
+def fault_of(path: Path, share: int = 0, shares: int = 1) -> str | None:
+    """A file of the checkpoint at `path` that is not as it was written, in words; None if all are.
+
+    Every file is held against its checksum, which reads the whole of it. A checkpoint of before
+    there were checksums is whole if all that it should hold is there.
+
+    Args:
+        path: the directory of a checkpoint.
+        share, shares: the files are shared out; this is share number `share` of `shares`.
+
+    Raises:
+        ConfigError: the files can't be read just now, such as for want of permission.
+    """
+    name = SUMS
+    try:
+        sums = read_checksums(path)
+        for name in (METADATA, STATE):
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if sums is not None and name not in sums:
+                return f"{SUMS} does not list {name}"
+        if sums is None:
+            return _fault_in_outline(path)
+        for name in sorted(sums)[share::shares]:
+            if checksum(path / name) != sums[name]:
+                return f"{name} is not as it was written: its checksum differs"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        if error.errno == errno.EIO:
+            return f"{name} can't be read: {error.strerror}"
+        raise ConfigError(f"{path / name} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _fault_in_outline(path: Path) -> str | None:
+    """As `fault_of`, of a checkpoint without checksums: files that are missing or too short."""
+    try:
+        places = read_metadata(path).storage_data.values()
+        read_state(path)
+    except ConfigError as error:
+        return failure_reason(error.__cause__ or error)
+    for place in places:
+        file = path / place.relative_path
+        if not file.is_file():
+            return f"{file.name} is missing"
+        if file.stat().st_size < place.offset + place.length:
+            return f"{file.name} is too short"
+    return None
+
+
+def check_whole(path: Path) -> None:
+    """Raise ConfigError, which names the newest one before it that is whole, if the checkpoint at
+    `path` is damaged."""
+    if (fault := fault_of(path)) is not None:
+        raise damaged(path, fault)
+
+
+def damaged(path: Path, fault: str) -> ConfigError:
+    """The error for a damaged checkpoint at `path`, with the newest before it that is whole."""
+    others = sorted(checkpoints(path.parent).items(), reverse=True)
+    before = (other for step, other in others if step < step_of(path))
+    whole = next((other for other in before if fault_of(other) is None), None)
+    hint = "" if whole is None else f"; {whole.name} before it is whole (--step {step_of(whole)})"
+    return ConfigError(f"{path} is damaged, or no checkpoint: {fault}{hint}")
 
 
 def load_weights(path: Path, model: nn.Module, trained_alone: bool = False) -> None:
@@ -51,6 +132,7 @@ def load_weights(path: Path, model: nn.Module, trained_alone: bool = False) -> N
     Raises:
         ConfigError: the checkpoint does not fit the model, in a name or shape, or is damaged.
     """
+    check_whole(path)
     saved = read_metadata(path)
     weights = weights_of(model, trained_alone)
     names = [name for name in saved.state_dict_metadata if name.startswith(MODEL_PREFIX)]
@@ -65,6 +147,7 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: it is damaged.
     """
+    check_whole(path)
     tensors = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
         for name, about in read_metadata(path).state_dict_metadata.items()
@@ -173,9 +256,15 @@ def damaged_checkpoint(path: Path, error: BaseException) -> ConfigError:
 
 def failure_reason(error: BaseException) -> str:
     """The first error, without the tracebacks of all processes."""
-    if isinstance(error, dcp.CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    error = first_failure(error)
     return f"{type(error).__name__}: {error}"
+
+
+def first_failure(error: BaseException) -> BaseException:
+    """The error itself, or of those of several processes the first."""
+    if isinstance(error, dcp.CheckpointException):
+        return next(iter(error.failures.values()))[0]
+    return error
 
 
 def hush_one_process() -> None:

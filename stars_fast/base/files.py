@@ -4,7 +4,9 @@ all, whenever the process dies."""
 from __future__ import annotations
 
 import codecs
+import errno
 import os
+import shutil
 from pathlib import Path
 
 _CHUNK = 1 << 20
@@ -65,6 +67,29 @@ def write_text(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
     temporary.replace(path)
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""Errors of a disk or quota that has no room left."""
+
+
+def os_error(error: BaseException) -> OSError | None:
+    """The error of the system that `error` is, or came of."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, OSError):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
+def cant_write(path: Path, error: OSError) -> str:
+    """Why `path` can't be written to, for people; of a full disk with the room that is left."""
+    reason = error.strerror or str(error)
+    if error.errno not in FULL:
+        return reason
+    place = path
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return f"{reason} ({shutil.disk_usage(place).free / 1e9:.2f} GB free at {place})"
 
 
 def _place(byte: int, line: int) -> str:

@@ -29,6 +29,7 @@ def accuracy_against_turns(
     title: str = "Exact match on unseen sums",
     ylabel: str = "sums answered exactly",
     trained_depth: TrainedDepth | Mapping[str, TrainedDepth] | None = None,
+    level: Mapping[str, float] | None = None,
 ) -> None:
     """Draw exact match against the number of turns, one line a label, and save it as PNG.
 
@@ -36,6 +37,7 @@ def accuracy_against_turns(
     ylabel: what is counted as right.
     trained_depth: the turns of the training, a number or (fewest, most), shaded; or one of these
         for each label, drawn as a bar in the label's colour under the lines.
+    level: {label: accuracy} of models without turns, drawn as level lines.
 
     Raises:
         ValueError: there is nothing to draw, an accuracy is outside [0, 1], or `trained_depth`
@@ -52,12 +54,13 @@ def accuracy_against_turns(
     figure, (axis,) = new_figure(1, width=7.5, height=4.4)
     _accuracy_lines(axis, accuracy, ylabel)
     turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
+    _level_lines(axis, {label: 100 * value for label, value in (level or {}).items()}, accuracy)
     axis.set_title(title, loc="left", fontsize=11)
     if isinstance(trained_depth, Mapping):
         _depth_bars(axis, list(accuracy), trained_depth)
     elif trained_depth is not None:
         _depth_shade(axis, trained_depth)
-    if len(accuracy) > 1:
+    if len(accuracy) > 1 or level:
         _legend(figure, axis)
     _save(figure, path)
 
@@ -108,6 +111,12 @@ def _accuracy_lines(axis: "Axes", accuracy: Mapping[str, Mapping[int, float]], y
         percent = {turns: 100 * value for turns, value in points.items()}
         _turns_line(axis, index, label, percent)
     percent_axis(axis, ylabel)
+
+
+def _level_lines(axis: "Axes", level: Mapping[str, float], beside: Mapping[str, Any]) -> None:
+    """Lines of labels that have one value, in the colours after those of the labels `beside`."""
+    for index, (label, value) in enumerate(level.items(), len(beside)):
+        axis.axhline(value, label=label, color=colour_of(index), linestyle=(0, (1, 1)), zorder=2)
 
 
 def percent_axis(axis: "Axes", ylabel: str) -> None:
@@ -172,11 +181,13 @@ def loss_against_turns(
     *,
     title: str = "Validation loss",
     trained_depth: TrainedDepth | None = None,
+    level: Mapping[str, float] | None = None,
 ) -> None:
     """Draw token loss against the number of turns, one line a label, and save it as PNG.
 
     losses: {label: {turns: loss in nats}}. Turns are on a logarithmic axis.
     trained_depth: the turns of the training, a number or (fewest, most), shaded.
+    level: {label: loss} of models without turns, drawn as level lines.
 
     Raises:
         ValueError: there is nothing to draw.
@@ -189,12 +200,13 @@ def loss_against_turns(
         values = [points[t] for t in places]
         axis.plot(places, values, label=label, color=colour_of(index), marker=MARKERS[index % 7])
     turns_axis(axis, sorted({t for points in losses.values() for t in points}))
+    _level_lines(axis, level or {}, losses)
     axis.set_ylabel("token loss (nats)")
     axis.set_title(title, loc="left", fontsize=11)
     if trained_depth is not None:
         low, high = _ends(trained_depth)
         axis.axvspan(low / 1.03, high * 1.03, color="#888888", alpha=0.15, linewidth=0, zorder=0)
-    if len(losses) > 1:
+    if len(losses) > 1 or level:
         _legend(figure, axis)
     _save(figure, path)
 

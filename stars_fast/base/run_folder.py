@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from stars_fast.base.checkpoints import checkpoints, latest
+from stars_fast.base.checkpoints import checkpoints, damaged, fault_of, step_folders
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import read_text
 from stars_fast.base.unique_keys import parse_yaml
@@ -29,19 +29,19 @@ class RunFolder:
         """The newest complete checkpoint, or that of `step`.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: it is not there, or has lost a file since.
         """
-        if step is None:
-            found = latest(self.checkpoints)
-            if found is None:
-                raise ConfigError(f"{self.path} has no checkpoint yet")
-            return found
         known = checkpoints(self.checkpoints)
-        if step not in known:
-            raise ConfigError(
-                f"{self.path} has no checkpoint of step {step}; it has {sorted(known)}"
-            )
-        return known[step]
+        there = step_folders(self.checkpoints)
+        if step is None:
+            if not there:
+                raise ConfigError(f"{self.path} has no checkpoint yet")
+            step = max(there)
+        if step in known:
+            return known[step]
+        if step in there:
+            raise damaged(there[step], fault_of(there[step]) or "it was incomplete")
+        raise ConfigError(f"{self.path} has no checkpoint of step {step}; it has {sorted(known)}")
 
     def settings(self) -> dict[str, Any]:
         """The configuration as nested mappings, as it was written.

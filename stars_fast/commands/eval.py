@@ -26,6 +26,8 @@ _KINDS = {
     "system": (TASKS,),
     "num_fewshot": (TASKS,),
     "max_new_tokens": (TASKS,),
+    "samples": (TASKS,),
+    "temperature": (TASKS,),
     "column": (TEXT,),
     "subset": (TEXT,),
     "split": (TEXT,),
@@ -39,6 +41,7 @@ examples:
   stars-fast eval runs/addition-quick --turns 1,2,4,8,16,32 --tol 0.3,0.1,0.03,0.01
   stars-fast eval ByteDance/Ouro-1.4B --tasks gsm8k,math500,asdiv,svamp,amc23 --dtype bfloat16
   stars-fast eval runs/ouro-numina --tasks gsm8k --turns 8 --tol 0,0.1,0.01
+  stars-fast eval ouro-stars Qwen/Qwen3-1.7B --tasks gsm8k,amc23 --turns 2,4,8 --samples 8
   stars-fast eval ouro-stars --text wiki.txt --turns 1,2,4,8,16
 """
 
@@ -86,13 +89,18 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "stars-fast eval",
         description="Accuracy at each number of turns, for each model: a table, a JSON file and a "
-        "figure. Of runs of the addition study it is exact match on unseen samples; of Ouro models "
-        "(runs, checkpoints, ids of the hub) benchmarks of lm-eval, or the token loss on a text.",
+        "figure. Of runs of the addition study it is exact match on unseen samples; of language "
+        "models (runs, checkpoints, adapters, ids of the hub) benchmarks of lm-eval, or the token "
+        "loss on a text. A standard model has one row, beside looped ones at each number of turns.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", nargs="+", metavar="DIR", help="run folder, or an Ouro checkpoint")
+    add(
+        "runs", nargs="+", metavar="DIR",
+        help="run folder, or a causal language model of transformers: looped (Ouro, Huginn, looped "
+        "decoders) or standard",
+    )  # fmt: skip
     add(
         "--turns", type=number_list, metavar="1,2,4",
         help="numbers of turns (default 1,2,4,8,16,32,64,100 for addition, 1,2,4,8 for tasks, "
@@ -114,8 +122,8 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     add("--out", metavar="DIR", help="folder for what is written (default: in the first DIR)")
 
-    ouro = parser.add_argument_group("Ouro and looped decoders")
-    add = ouro.add_argument
+    language = parser.add_argument_group("language models")
+    add = language.add_argument
     add(
         "--batch-size", type=positive, metavar="N",
         help="sequences in a forward pass (default 16, of texts 8); with vllm, prompts handed over "
@@ -145,7 +153,16 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
         "--data", metavar="FOLDER",
         help="NAME.jsonl of each task with its data set's columns, instead of the hub",
     )  # fmt: skip
-    add("--backend", choices=("native", "vllm"), help="default native")
+    add(
+        "--samples", type=positive, metavar="K",
+        help="draw K answers to each prompt, for avg@K and pass@K (default: one greedy answer)",
+    )  # fmt: skip
+    add("--temperature", type=float, metavar="T", help="of the samples (default 0.6)")
+    add(
+        "--backend", choices=("native", "vllm", "native,vllm"),
+        help="default native; both: vllm where it knows the model, after a comparison of 20 greedy "
+        "answers",
+    )  # fmt: skip
 
     text = parser.add_argument_group("token loss")
     add = text.add_argument

@@ -1,4 +1,4 @@
-"""`stars-fast eval DIR --text ...`: the token loss of Ouro models on plain text."""
+"""`stars-fast eval DIR --text ...`: the token loss of looped and standard models on plain text."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from stars_fast.base.files import read_text, write_text
 from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.loading import device_for, make_folder
 from stars_fast.evaluation.report import labels_of
-from stars_fast.evaluation.text_loss import TextLoss, text_loss
-from stars_fast.models.saved import ModelSource, find_model, load_model, load_tokenizer
+from stars_fast.evaluation.subjects import Subject, find_subject, load_subject, tokenizer_of
+from stars_fast.evaluation.text_loss import TextLoss, standard_text_loss, text_loss
+from stars_fast.models.saved import ModelSource
+from stars_fast.models.standard import StandardModel
 
 
 @dataclass(frozen=True)
@@ -48,36 +50,41 @@ def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
     from stars_fast.base.plots import loss_against_turns
 
     make_folder(out)
-    sources = [find_model(path, options.step).need_causal_lm("--text") for path in options.models]
+    sources = [find_subject(path, options.step, "--text") for path in options.models]
     names = labels_of({source.path: source.label for source in sources})
     texts = list(itertools.islice(read_texts(options), options.limit))
     found = {names[source.path]: _loss_of(source, texts, options) for source in sources}
     print(_table(found))
     write_text(out / "text-loss.json", json.dumps(_written(found, options), indent=2) + "\n")
-    trained = {source.trained for source in sources}
-    loss_against_turns(
-        {label: loss.nats for label, loss in found.items()},
-        out / "text-loss.png",
-        title=f"Token loss on {Path(options.text).name}",
-        trained_depth=trained.pop() if len(trained) == 1 else None,
-    )
-    print(f"written: {out / 'text-loss.json'}, {out / 'text-loss.png'}")
+    looped = {source.trained for source in sources if isinstance(source, ModelSource)}
+    made = [out / "text-loss.json"]
+    if looped:
+        made.append(out / "text-loss.png")
+        loss_against_turns(
+            {label: _at_turns(loss) for label, loss in found.items() if None not in loss.nats},
+            made[-1],
+            title=f"Token loss on {Path(options.text).name}",
+            trained_depth=looped.pop() if len(looped) == 1 else None,
+            level={label: loss.nats[None] for label, loss in found.items() if None in loss.nats},
+        )
+    print(f"written: {', '.join(map(str, made))}")
     return found
 
 
-def _loss_of(source: ModelSource, texts: Sequence[str], options: TextOptions) -> TextLoss:
+def _at_turns(loss: TextLoss) -> dict[int, float]:
+    return {turns: nats for turns, nats in loss.nats.items() if turns is not None}
+
+
+def _loss_of(source: Subject, texts: Sequence[str], options: TextOptions) -> TextLoss:
     """One model is in memory at a time."""
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
-    model = load_model(source, dtype, device_for(options.device))
+    model = load_subject(source, dtype, device_for(options.device))
+    tokenizer = tokenizer_of(source)
+    sizes = {"length": options.length, "batch_size": options.batch_size}
     try:
-        return text_loss(
-            model,
-            load_tokenizer(source),
-            texts,
-            options.turns,
-            length=options.length,
-            batch_size=options.batch_size,
-        )
+        if isinstance(source, StandardModel):
+            return standard_text_loss(model, tokenizer, texts, **sizes)
+        return text_loss(model, tokenizer, texts, options.turns, **sizes)
     except ConfigError:
         raise
     except ValueError as error:
@@ -119,9 +126,9 @@ def _written(found: dict[str, TextLoss], options: TextOptions) -> dict[str, Any]
 
     losses = {
         label: {
-            "loss": loss.nats,
-            "perplexity": loss.perplexity,
-            "bits_per_byte": loss.bits_per_byte,
+            "loss": _named(loss.nats),
+            "perplexity": _named(loss.perplexity),
+            "bits_per_byte": _named(loss.bits_per_byte),
             "tokens": loss.tokens,
             "bytes": loss.size,
         }
@@ -134,12 +141,21 @@ def _written(found: dict[str, TextLoss], options: TextOptions) -> dict[str, Any]
     }
 
 
+def _name(turns: int | None) -> str:
+    """A number of turns in tables and files."""
+    return "-" if turns is None else str(turns)
+
+
+def _named(by_turns: dict[int | None, float]) -> dict[str, float]:
+    return {_name(turns): value for turns, value in by_turns.items()}
+
+
 def _table(found: dict[str, TextLoss]) -> str:
     rows = [["model", "turns", "loss (nats)", "perplexity", "bits per byte", "tokens"]]
     rows += [
         [
             label,
-            str(turns),
+            _name(turns),
             f"{nats:.4f}",
             f"{loss.perplexity[turns]:.4g}",
             f"{loss.bits_per_byte[turns]:.4f}",

@@ -10,13 +10,13 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from stars_fast.base.checks import check_integer
 from stars_fast.base.files import sync, write_text
@@ -184,6 +184,7 @@ def load_chats(
         source = find_source(config, seed)
         folder = _cache(config) / _key(config, encoder, source, seed)
         splits = _open(folder, config)
+        _sweep(folder.parent)
         if splits is None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):  # one process builds, the others wait for it
@@ -230,6 +231,17 @@ def _build(
         new.rename(folder)
         sync(folder.parent)
     return _splits(folder, config)
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what processes that died while they tokenised have left in the cache."""
+    for left in cache.glob("*.*"):
+        lock = FileLock(cache / f"{left.name.partition('.')[0]}.lock", timeout=0)
+        # Where its builder is at work it is locked; another process may remove it too
+        with suppress(Timeout, OSError):
+            if left.is_dir():
+                with lock:
+                    shutil.rmtree(left)
 
 
 def _write_splits(

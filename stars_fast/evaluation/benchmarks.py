@@ -4,13 +4,16 @@ import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import check_utf8
 from stars_fast.data.chat import MESSAGE_END
-from stars_fast.evaluation.harness import index_tasks, is_yaml
+from stars_fast.evaluation.harness import index_tasks, is_yaml, process_once, seeded, uncached_maps
+from stars_fast.evaluation.recording import Sampling
+from stars_fast.evaluation.task_content import Content, content_of
 
 
 class Benchmark(NamedTuple):
@@ -47,6 +50,11 @@ class OpenTask:
     metric: str | None
     samples: int | None
 
+    @cached_property
+    def content(self) -> Content:
+        """Hashes of what it asks and is judged by."""
+        return content_of(self.task)
+
 
 def check_tasks(names: Sequence[str], option: str) -> Any:
     """lm-eval's index, which has the tasks of those names.
@@ -63,6 +71,7 @@ def open_tasks(
     cap: int,
     shots: int | None,
     option: str = "--tasks",
+    sampling: Sampling | None = None,
 ) -> list[OpenTask]:
     """The tasks, loaded.
 
@@ -71,10 +80,11 @@ def open_tasks(
         data: folder of `NAME.jsonl` files with the columns of the data set, which take its place.
         cap: tokens of a generation at most.
         shots: examples in the prompt; by default none for a benchmark, else the task's own number.
+        sampling: instead of how a task has its answers generated; none for that.
 
     Raises:
         ConfigError: it names the option: lm-eval is not installed, a task does not exist, is a
-            group of tasks, or its data can't be loaded.
+            group of tasks, its data can't be loaded, or it can't be sampled.
     """
     index = check_tasks(names, option)
     opened = []
@@ -89,11 +99,28 @@ def open_tasks(
             until = given.get("until") or []
             until = [until] if isinstance(until, str) else list(until)
             changes = {"max_gen_toks": cap, "until": list(dict.fromkeys([*until, MESSAGE_END]))}
+            if sampling is not None:
+                given, drawn = {}, {"do_sample": True, "temperature": sampling.temperature}
+                changes |= drawn
             task.set_config("generation_kwargs", {**given, **changes})
+        if sampling is not None:
+            _check_sampled(task, name)
         label = Path(name).stem if is_yaml(name) else name
         full = None if known is None else known.samples
         opened.append(OpenTask(label, task, None if known is None else known.metric, full))
     return opened
+
+
+def _check_sampled(task: Any, name: str) -> None:
+    if task.OUTPUT_TYPE != "generate_until":
+        raise ConfigError(
+            f"--samples: expected tasks answered by generation, got {name}, which is answered by "
+            f"{task.OUTPUT_TYPE}"
+        )
+    if (repeats := task.get_config("repeats") or 1) > 1:
+        raise ConfigError(
+            f"--samples: expected tasks that take one sample, got {name}, which takes {repeats}"
+        )
 
 
 def _lm_eval_name(name: str) -> str:
@@ -108,13 +135,15 @@ def _load(index: Any, name: str, data: str | None, option: str) -> Any:
         if data is not None:
             spec = _with_local_data(index, name, Path(data), Path(folder))
         try:
-            tasks = list(index.load([spec])["tasks"].values())
+            with seeded(), uncached_maps():
+                tasks = list(index.load([spec])["tasks"].values())
         except Exception as error:  # of the hub, of datasets, of the task's own code
             raise ConfigError(
                 f"{option} {name}: can't load it: {type(error).__name__}: {error}"
             ) from error
     if len(tasks) != 1:
         raise ConfigError(f"{option}: expected single tasks, got {name}, which stands for several")
+    process_once(tasks[0])
     return tasks[0]
 
 

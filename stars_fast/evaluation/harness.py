@@ -1,12 +1,17 @@
 """lm-eval (EleutherAI's evaluation harness): its index of tasks, and its evaluation of a model."""
 
-from collections.abc import Sequence
-from functools import cache
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
+from stars_fast.evaluation.verifier import timeouts_told
 
 TASK_FOLDER = Path(__file__).parent / "tasks"
 """Our tasks, as lm-eval's YAML files."""
@@ -46,10 +51,72 @@ def is_yaml(task: str) -> bool:
     return Path(task).suffix == ".yaml" and Path(task).is_file()
 
 
+@contextmanager
+def seeded() -> Iterator[None]:
+    """Random numbers that code of tasks draws, as to put answers in an order, are lm-eval's own
+    inside, whatever was drawn before."""
+    before, arrays = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(SEED)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def uncached_maps() -> Iterator[None]:
+    """Inside, `datasets` maps rows anew. It knows functions of modules by their names alone, so
+    that from its cache come the rows that an older version of a task's code made."""
+    datasets = need("datasets", "benchmarks")
+    caching = datasets.is_caching_enabled()
+    datasets.disable_caching()
+    try:
+        yield
+    finally:
+        if caching:
+            datasets.enable_caching()
+
+
+def process_once(task: Any) -> None:
+    """Have the documents of a task made from its rows once, by its code as it is now. lm-eval makes
+    them anew each time it looks at them, and relies on the cache of `datasets` for their being the
+    same."""
+    for settings in (task.config, task.fewshot_cfg):
+        if settings.process_docs is not None:
+            settings.process_docs = _once(settings.process_docs)
+
+
+def _once(process: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    held: list[tuple[Any, Any]] = []
+
+    @wraps(process)
+    def once(rows: Any) -> Any:
+        for given, made in held:
+            if given is rows:
+                return made
+        with seeded(), uncached_maps():
+            held.append((rows, process(rows)))
+        return held[-1][1]
+
+    return once
+
+
+def prepare(task: Any) -> None:
+    """Make a task of lm-eval ready for its requests to be built, as lm_eval.simple_evaluate."""
+    task.set_fewshot_seed(SEED)
+    if task.get_config("num_fewshot") is None:
+        task.set_config("num_fewshot", 0)
+
+
 def judge(
     model: Any, task: Any, limit: int | None = None, resamples: int = 0, **options: Any
 ) -> dict[str, Any] | None:
     """The results of `lm_eval.evaluate`; None on processes other than the first.
+
+    Samples for which math-verify ran out of time are left out of the scores, and their number is
+    the task's metric `verifier.TIMED_OUT`.
 
     Args:
         model: one of lm-eval's models, as deep as it is to think.
@@ -58,13 +125,12 @@ def judge(
         resamples: for the standard errors that need a bootstrap; 0 for no standard errors at all.
         options: others of `lm_eval.evaluate`.
     """
-    task.set_fewshot_seed(SEED)  # as lm_eval.simple_evaluate prepares it
-    if task.get_config("num_fewshot") is None:
-        task.set_config("num_fewshot", 0)
+    prepare(task)
     loaded = {"tasks": {task.task_name: task}, "groups": {}}
-    return need("lm_eval", "benchmarks").evaluate(
-        model, loaded, limit=limit, bootstrap_iters=resamples, **options
-    )
+    with seeded(), timeouts_told(task):
+        return need("lm_eval", "benchmarks").evaluate(
+            model, loaded, limit=limit, bootstrap_iters=resamples, **options
+        )
 
 
 def figures(metrics: dict[str, Any]) -> dict[str, float]:

@@ -7,22 +7,57 @@ turns it took), which the report of a sweep that goes on needs too.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from abc import abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Key(NamedTuple):
+    """A generation of a setting.
+
+    prompt: its SHA-256. doc: lm-eval's number of the document that asks. number: which of the
+    generations for both, from 0.
+    """
+
+    prompt: str
+    doc: int
+    number: int
+
+    @classmethod
+    def of(cls, prompt: str, doc: int, number: int = 0) -> Key:
+        """The key of a generation for the text of a prompt."""
+        return cls(hashlib.sha256(prompt.encode()).hexdigest(), doc, number)
+
+    @property
+    def seed(self) -> int:
+        """A seed for sampling it, the same on every machine and whatever else is generated."""
+        return int.from_bytes(hashlib.sha256(repr(tuple(self)).encode()).digest()[:4], "big")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Several generations for a prompt, drawn from softmax(logits / temperature).
+
+    count: generations. temperature: above 0.
+    """
+
+    count: int
+    temperature: float
 
 
 class Journal:
     """The finished generations of one setting: one line of JSON each, appended and never changed.
 
-    A line holds `prompt` (its SHA-256), `response`, and what was measured: `tokens` of the response
-    without the token that stops it, `cut` (whether the cap ended it), and, where the model tells,
-    `turns` (executed, summed over tokens) and `read` (tokens that were read: the prompt, and the
-    response without its last).
+    A line holds the fields of its `Key`, `response`, and what was measured: `tokens` of the
+    response without the token that stops it, `cut` (whether the cap ended it), `seconds` of its
+    share of its batch, and, where the model tells, `turns` (executed, summed over tokens) and
+    `read` (tokens that were read: the prompt, and the response without its last).
 
     Args:
         folder: of the setting. What other processes wrote there is read too.
@@ -31,38 +66,53 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self.path = folder / ("generations.jsonl" if not rank else f"generations.{rank}.jsonl")
-        self.records: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.records: dict[Key, dict[str, Any]] = {}
         for path in sorted(folder.glob("generations*.jsonl")):
             for record in _read(path, mend=path == self.path):
-                self.records[record["prompt"]].append(record)
+                self.records[Key(*(record[name] for name in Key._fields))] = record
 
     def __len__(self) -> int:
-        return sum(map(len, self.records.values()))
+        return len(self.records)
 
-    def find(self, prompts: Sequence[str]) -> list[dict[str, Any] | None]:
-        """The record of each prompt, or None if there is none yet. A prompt that comes again takes
-        its next record."""
-        seen: Counter[str] = Counter()
-        found = []
-        for key in map(_key, prompts):
-            held = self.records.get(key, [])
-            found.append(held[seen[key]] if seen[key] < len(held) else None)
-            seen[key] += 1
-        return found
+    def find(self, key: Key) -> dict[str, Any] | None:
+        """The record of a generation; None where there is none yet."""
+        return self.records.get(key)
 
-    def add(self, prompt: str, response: str, measured: dict[str, Any]) -> None:
+    def add(self, key: Key, response: str, measured: dict[str, Any]) -> None:
         """Keep a generation; it is with the operating system on return."""
-        record = {"prompt": _key(prompt), "response": response, **measured}
+        record = {**key._asdict(), "response": response, **measured}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
-        self.records[record["prompt"]].append(record)
+        self.records[key] = record
+
+
+class KeyedPrompt(str):
+    """The text of a prompt, which lm-eval hands on as it is, with the key of its generation."""
+
+    key: Key
+
+    @classmethod
+    def of(cls, text: str, key: Key) -> KeyedPrompt:
+        """The text with a key."""
+        prompt = cls(text)
+        prompt.key = key
+        return prompt
 
 
 class Recording:
     """For a class of lm-eval's models: what its `generate_until` makes goes to a journal, batch by
-    batch, and what the journal holds is not made again."""
+    batch, and what the journal holds is not made again.
+
+    Attributes:
+        journal: of the setting; without one nothing is kept.
+        sampling: of the setting; None for one greedy generation.
+        sample: which of the generations of a prompt `generate_until` gives back. All of them are
+            made in its first call.
+    """
 
     journal: Journal | None = None
+    sampling: Sampling | None = None
+    sample: int = 0
     cache_hook: Any
 
     @abstractmethod
@@ -70,19 +120,39 @@ class Recording:
         """Measurements to note beside a response; called once for each, in the order in which
         they are made."""
 
+    def seeded(self, options: dict[str, Any], key: Key) -> dict[str, Any]:
+        """The options of a request, with a seed where the model takes it from there."""
+        return options
+
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """As lm-eval's."""
         make: Any = super()
         if self.journal is None:
             return make.generate_until(requests, disable_tqdm)
-        held = self.journal.find([request.args[0] for request in requests])
-        missing = [request for request, record in zip(requests, held, strict=True) if not record]
+        count = 1 if self.sampling is None else self.sampling.count
+        seen: Counter[tuple[str, int]] = Counter()
+        wanted, missing = [], []
+        for request in requests:
+            prompt, doc = request.args[0], request.doc_id or 0
+            first = count * seen[prompt, doc]
+            seen[prompt, doc] += 1
+            keys = [Key.of(prompt, doc, first + i) for i in range(count)]
+            wanted.append(keys[self.sample])
+            missing += [self._keyed(request, key) for key in keys if not self.journal.find(key)]
         before, self.cache_hook = self.cache_hook, _Hook(self)
         try:
-            made = iter(make.generate_until(missing, disable_tqdm) if missing else ())
+            if missing:
+                make.generate_until(missing, disable_tqdm)
         finally:
             self.cache_hook = before
-        return [next(made) if record is None else record["response"] for record in held]
+        return [self.journal.records[key]["response"] for key in wanted]
+
+    def _keyed(self, request: Any, key: Key) -> Any:
+        """A request like another, for the generation of a key."""
+        prompt, options = request.args
+        keyed = copy.copy(request)
+        keyed.arguments = (KeyedPrompt.of(prompt, key), self.seeded(options, key))
+        return keyed
 
 
 class _Hook:
@@ -94,11 +164,12 @@ class _Hook:
     def add_partial(self, kind: str, arguments: Any, response: str) -> None:
         assert kind == "generate_until"
         assert self.model.journal is not None
-        self.model.journal.add(arguments[0], response, self.model.measured(response))
+        self.model.journal.add(arguments[0].key, response, self.model.measured(response))
 
 
-def _key(prompt: str) -> str:
-    return hashlib.sha256(prompt.encode()).hexdigest()
+def keys_of(prompts: Sequence[str]) -> list[Key | None]:
+    """The keys of the prompts of a batch; None for those without."""
+    return [getattr(prompt, "key", None) for prompt in prompts]
 
 
 def _read(path: Path, mend: bool) -> list[dict[str, Any]]:
@@ -118,4 +189,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and "prompt" in record else None
+    whole = isinstance(record, dict) and {*Key._fields, "response"} <= record.keys()
+    return record if whole else None

@@ -1,4 +1,4 @@
-"""Token loss on plain text against the number of turns.
+"""Token loss on plain text against the number of turns, and of standard models.
 
 Texts are tokenised each by itself and cut into windows that do not overlap. A window is the
 begin token and up to `length - 1` tokens of the text, every one of which is predicted once, from
@@ -9,11 +9,12 @@ loss is to be compared with others at the same `length`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.base.checks import check_integer
@@ -25,20 +26,20 @@ from stars_fast.tokens import Tokens
 
 @dataclass(frozen=True)
 class TextLoss:
-    """nats: {turns: mean loss of a token, in nats}. tokens: predicted. size: of the texts, in
-    bytes of UTF-8."""
+    """nats: {turns: mean loss of a token, in nats}, of a model without turns {None: loss}.
+    tokens: predicted. size: of the texts, in bytes of UTF-8."""
 
-    nats: dict[int, float]
+    nats: dict[int | None, float]
     tokens: int
     size: int
 
     @property
-    def perplexity(self) -> dict[int, float]:
+    def perplexity(self) -> dict[int | None, float]:
         """exp(loss), a token."""
         return {turns: math.exp(value) for turns, value in self.nats.items()}
 
     @property
-    def bits_per_byte(self) -> dict[int, float]:
+    def bits_per_byte(self) -> dict[int | None, float]:
         """Bits a byte of the text: comparable between tokenizers."""
         bits = self.tokens / self.size / math.log(2)
         return {turns: value * bits for turns, value in self.nats.items()}
@@ -74,6 +75,47 @@ def text_loss(
         raise ValueError("turns: expected a number of turns at least, got none")
     for number in turns:
         check_integer("turns", number, 1)
+    loop, depths = loop_of(model), sorted(set(turns))
+
+    def losses(windows: Sequence[list[int]], pad: int) -> Tensor:
+        return _losses(loop, windows, pad, depths)
+
+    sums, tokens, size = _summed(model, tokenizer, texts, losses, length, batch_size)
+    found = dict(zip(depths, (sums / tokens).tolist(), strict=True))
+    return TextLoss({number: found[number] for number in turns}, tokens, size)
+
+
+@torch.no_grad()
+def standard_text_loss(
+    model: Any, tokenizer: Any, texts: Iterable[str], *, length: int = 2048, batch_size: int = 8
+) -> TextLoss:
+    """Loss of every token of `texts` by a model without turns, in the same windows as `text_loss`.
+
+    Args:
+        model: a causal language model of transformers; it is left in its own mode.
+        tokenizer, texts, length, batch_size: as `text_loss`.
+
+    Raises:
+        TypeError, ValueError: an argument out of range, or no text.
+    """
+
+    def losses(windows: Sequence[list[int]], pad: int) -> Tensor:
+        return _standard_losses(model, windows, pad)
+
+    sums, tokens, size = _summed(model, tokenizer, texts, losses, length, batch_size)
+    return TextLoss({None: float(sums[0]) / tokens}, tokens, size)
+
+
+def _summed(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str],
+    losses: Callable[[Sequence[list[int]], int], Tensor],
+    length: int,
+    batch_size: int,
+) -> tuple[Tensor, int, int]:
+    """The sum of `losses` [n] fp64 over batches of windows, the tokens that they predict, and the
+    bytes of the texts."""
     check_integer("length", length, 2)
     check_integer("batch_size", batch_size, 1)
     begin = tokenizer.bos_token_id
@@ -85,18 +127,14 @@ def text_loss(
     if not tokens:
         raise ValueError("texts: expected a token at least, got none")
     windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
-    depths = sorted(set(turns))
-    sums = torch.zeros(len(depths), dtype=torch.float64)
-    loop = loop_of(model)
     was_training = model.training
     model.eval()
     try:
-        for start in range(0, len(windows), batch_size):
-            sums += _losses(loop, windows[start : start + batch_size], begin, depths)
+        starts = range(0, len(windows), batch_size)
+        found = [losses(windows[start : start + batch_size], begin) for start in starts]
     finally:
         model.train(was_training)
-    found = dict(zip(depths, (sums / tokens).tolist(), strict=True))
-    return TextLoss({number: found[number] for number in turns}, tokens, size)
+    return torch.stack(found).sum(0), tokens, size
 
 
 def _windows(
@@ -139,3 +177,17 @@ def _losses(loop: Loop, windows: Sequence[list[int]], pad: int, depths: Sequence
         if done in depths:
             sums.append(loop.token_loss(h, batch, 1).double())
     return torch.stack(sums).cpu()
+
+
+def _standard_losses(model: Any, windows: Sequence[list[int]], pad: int) -> Tensor:
+    """[1] fp64 on the CPU: summed loss of a batch. Pads stand on the right, where causality hides
+    them without a mask."""
+    longest = max(map(len, windows))
+    rows = torch.tensor([window + [pad] * (longest - len(window)) for window in windows])
+    rows = rows.to(model.device)
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+    total = torch.zeros(1, dtype=torch.float64)
+    for window, row, said in zip(windows, rows, logits, strict=True):
+        end = len(window) - 1
+        total += F.cross_entropy(said[:end].float(), row[1 : end + 1], reduction="sum").cpu()
+    return total

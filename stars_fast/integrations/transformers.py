@@ -126,6 +126,8 @@ class JacobianPenalty(_Trainer):
                 )
         super().__init__(*args, **kwargs)
         _check_launch(self)
+        # The Trainer divides by the micro-batches itself; 5.5 lets accelerate do so once more.
+        self.accelerator.gradient_accumulation_steps = 1
         self.penalty = penalty
         if _generates(self) and hasattr(self.model, "depth_settings"):
             from stars_fast.models.ouro.generation import adopt_depth

@@ -50,7 +50,9 @@ class DecoderLayers:
         self.config = config
         self.rotary = rotary
         self.kinds = [_attention_kind(layer, place, config) for place, layer in layers]
-        self.accepted = [accepted(layer, _ARGUMENTS) for _, layer in layers]
+        # Falcon's layers take the biases of ALiBi, and None where its positions are rotary.
+        offered = _ARGUMENTS if getattr(config, "alibi", True) else (*_ARGUMENTS, "alibi")
+        self.accepted = [accepted(layer, offered) for _, layer in layers]
         self._names = [type(layer).__name__ for _, layer in layers]
         _check_causal([layer for _, layer in layers], config)
 
@@ -71,6 +73,7 @@ class DecoderLayers:
                 tokens.past, tokens.past + like.shape[1], device=like.device
             ),
             "use_cache": False,
+            "alibi": None,
             **dict.fromkeys(CACHE_NAMES),
         }
         kinds = {kind: self._per_kind(kind, like, tokens) for kind in set(self.kinds)}
@@ -147,8 +150,8 @@ def accepted(layer: nn.Module, offered: Any) -> set[str]:
     for p in parameters[1:]:
         if is_needed(p) and p.name not in offered:
             raise TypeError(
-                f"model: expected layers that take h and {list(offered)}, but "
-                f"{type(layer).__name__} needs {p.name!r}"
+                f"model: expected layers that need nothing but h and {', '.join(offered)}, got "
+                f"{type(layer).__name__}, which needs {p.name!r}"
             )
     return names & set(offered)
 
@@ -211,6 +214,6 @@ def closing_norm(stack: Any) -> str:
         if isinstance(getattr(stack, name, None), nn.Module):
             return name
     raise TypeError(
-        "norm: expected the model to have norm, final_layernorm, final_layer_norm or ln_f, got "
+        f"model: expected a decoder with a closing norm {' or '.join(_NORM_NAMES)}, got "
         f"{type(stack).__name__} without one"
     )

@@ -15,6 +15,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.adapter_folder import adapter_base, load_adapter
+from stars_fast.models.cast import cast
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import Family, family_of, section_of
 from stars_fast.models.folders import not_loaded
@@ -103,12 +104,11 @@ def find_model(path: str | Path, step: int | None = None) -> ModelSource:
         return ModelSource(path, family, found, label, identity, trained_turns(settings))
     if step is not None:
         raise ConfigError(f"--step: expected none for a checkpoint, which {path} is, got {step}")
-    place = Path(path).expanduser()
     base = adapter_base(path)
-    identity = _identity(path)
+    identity = identity_of(path)
     if base is not None:
-        identity["base"] = _identity(base)
-    return ModelSource(path, family, None, place.resolve().name, identity, base=base)
+        identity["base"] = identity_of(base)
+    return ModelSource(path, family, None, label_of(path), identity, base=base)
 
 
 def load_model(source: ModelSource, dtype: torch.dtype | None = None, device: str = "cpu") -> Any:
@@ -135,7 +135,7 @@ def load_model(source: ModelSource, dtype: torch.dtype | None = None, device: st
                 load_adapter(source.path, model)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-    return model.to(device=device, dtype=dtype or next(model.parameters()).dtype).eval()
+    return cast(model, dtype or next(model.parameters()).dtype, device).eval()
 
 
 def _adapted_run(source: ModelSource) -> Any:
@@ -180,7 +180,14 @@ def trained_turns(settings: dict[str, Any]) -> int | tuple[int, int] | None:
     return tree.build(DepthLaw, settings["depth"], "depth").span
 
 
-def _identity(path: str) -> dict[str, Any]:
+def label_of(path: str) -> str:
+    """The name of a checkpoint in tables."""
+    return Path(path).expanduser().resolve().name
+
+
+def identity_of(path: str) -> dict[str, Any]:
+    """Plain values, equal for equal weights: of a folder its place and its files' stamps, of a hub
+    id the revision."""
     place = Path(path).expanduser()
     if place.is_dir():
         return {"folder": str(place.resolve()), "files": _stamps(place)}

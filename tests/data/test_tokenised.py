@@ -1,12 +1,15 @@
 import json
 import multiprocessing
+import os
 import pickle
 import re
+import signal
 
 import datasets
 import numpy as np
 import pytest
 from chat_helpers import assistant, tokenizer_in, user
+from filelock import FileLock
 
 from stars_fast.data import sources, tokenised
 from stars_fast.data.chat import ChatDataConfig, ChatEncoder
@@ -288,6 +291,43 @@ def test_an_attempt_that_fails_leaves_nothing(config, tokenizer, tmp_path, monke
             load(config(), tokenizer)
     assert [path.suffix for path in (tmp_path / "cache" / "chats").iterdir()] == [".lock"]
     assert len(load(config(), tokenizer)[0]) == 60
+
+
+@pytest.mark.parametrize("next_run", ["same", "other", "none"])
+def test_what_a_kill_left_is_removed_by_the_next_run(config, tokenizer, tmp_path, next_run):
+    """Of the same chats or others; also where the kill came once they were in place."""
+    chats = tmp_path / "cache" / "chats"
+
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed():
+        tokenised.write_text = die
+        load(config(), tokenizer)
+
+    process = multiprocessing.get_context("fork").Process(target=killed)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    (left,) = (path for path in chats.iterdir() if path.is_dir())
+    folder = chats / left.name.partition(".")[0]
+    assert list(left.rglob("tokens.bin"))
+    if next_run == "none":
+        another = config(cache=str(tmp_path / "another"))
+        load(another, tokenizer)[0].folder.parent.rename(folder)
+    load(config(max_length=100) if next_run == "other" else config(), tokenizer)
+    assert not left.exists()
+    assert len(load(config(), tokenizer)[0]) == 60
+
+
+def test_what_another_process_is_building_is_left_alone(config, tokenizer, tmp_path):
+    chats = tmp_path / "cache" / "chats"
+    (chats / "abc.xyz").mkdir(parents=True)
+    with FileLock(chats / "abc.lock"):
+        load(config(), tokenizer)
+        assert (chats / "abc.xyz").exists()
+    load(config(), tokenizer)
+    assert not (chats / "abc.xyz").exists()
 
 
 def build(config, tokenizer, start, results):

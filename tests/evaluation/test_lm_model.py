@@ -186,7 +186,7 @@ def test_each_row_ends_at_its_own_string(model):
 
 @pytest.mark.parametrize("string", [" pencils", "\n\n", "é。"])
 def test_a_string_is_found_in_whatever_tokens_it_is_written(model, string):
-    from stars_fast.evaluation.lm_model import StopStrings
+    from stars_fast.evaluation.hf_model import StopStrings
 
     def spelled(text):
         return [i for letter in text for i in model.tokenizer.encode(letter)]
@@ -253,3 +253,68 @@ def test_its_own_help_and_mistakes(capsys):
     assert exit.value.code == 2
     assert main(["lm-eval"]) == 0
     assert "ls" in capsys.readouterr().out
+
+
+@pytest.fixture
+def answers_of(own_task, tmp_path):
+    """The answers of lm-eval's evaluation with its cache of answers, and the turns that were
+    executed for them, none where all are from the cache."""
+    from lm_eval.tasks import TaskManager
+
+    from stars_fast.evaluation.lm_model import StarsFastLM
+    from stars_fast.models.ouro import count_turns
+
+    index = TaskManager(include_path=str(own_task))
+
+    def evaluate(pretrained, **given):
+        model = StarsFastLM(str(pretrained), device="cpu", dtype="float64", batch_size=4, **given)
+        with count_turns(model.model) as count:
+            found = lm_eval.simple_evaluate(
+                model, tasks=["own_sums"], task_manager=index, use_cache=str(tmp_path / "cache"),
+                gen_kwargs="max_gen_toks=6", bootstrap_iters=0,
+            )  # fmt: skip
+        turns = {int(each) for call in count.calls for each in call.flatten()}
+        return [sample["resps"][0][0] for sample in found["samples"]["own_sums"]], turns
+
+    return evaluate
+
+
+@pytest.mark.slow
+def test_the_cache_of_answers_keeps_depths_and_models_apart(checkpoint, answers_of, tmp_path):
+    from stars_fast.models.ouro.tiny import write_tiny_ouro
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "remote_code": False}
+    other = write_tiny_ouro(tmp_path / "tiny-ouro", seed=4, **sizes)
+    deep, turns = answers_of(checkpoint, turns=4)
+    assert turns == {4}
+    shallow, turns = answers_of(checkpoint, turns=1)
+    assert turns == {1}
+    assert shallow != deep
+    assert answers_of(checkpoint, turns=4) == (deep, set())
+    assert answers_of(checkpoint, turns=1) == (shallow, set())
+    _, turns = answers_of(checkpoint, turns=4, tol=0.5)
+    assert len(turns) > 1
+    others, turns = answers_of(other, turns=4)
+    assert turns == {4}
+    assert others != deep
+    assert answers_of(other, turns=4) == (others, set())
+    assert answers_of(checkpoint, turns=4, max_length=80)[1] == {4}
+
+
+@pytest.mark.slow
+def test_the_cache_of_answers_on_the_command_line(checkpoint, own_task, model, tmp_path):
+    for turns in (4, 1):
+        out = tmp_path / str(turns)
+        words = (
+            f"lm-eval run --model stars_fast --tasks own_sums --include_path {own_task} --device "
+            f"cpu --model_args pretrained={checkpoint},turns={turns},dtype=float64 --log_samples "
+            f"--use_cache {tmp_path}/cache --gen_kwargs max_gen_toks=6 --output_path {out}"
+        )
+        assert main(words.split()) == 0
+        (file,) = out.glob("**/samples_own_sums_*.jsonl")
+        for line in file.read_text().splitlines():
+            sample = json.loads(line)
+            said = alone(
+                model, sample["arguments"]["gen_args_0"]["arg_0"], turns=turns, max_new_tokens=6
+            )
+            assert sample["resps"] == [[model.tokenizer.decode(said, skip_special_tokens=True)]]

@@ -138,6 +138,15 @@ def results_of(out):
     return json.loads((out / "results.json").read_text())
 
 
+def scores_of(out):
+    """All of the results but how long they took."""
+    timed = ("seconds", "tokens_per_second")
+    return [
+        {name: value for name, value in result.items() if name not in timed}
+        for result in results_of(out)["results"]
+    ]
+
+
 def folder_of(out):
     (folder,) = out.glob("tiny-ouro-*")
     return folder
@@ -187,7 +196,10 @@ def test_what_is_written_tells_how_it_was_made(swept, checkpoint, rows):
     for line, result in zip(table[2:], written["results"], strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         score = f"{100 * result['accuracy']:.2f} ± {100 * result['stderr']:.2f}"
-        assert cells == ["tiny-ouro", str(result["turns"]), score]
+        speed = f"{result['tokens_per_second']:.1f}"
+        size = 2 * 32 * 4 * result["turns"]  # keys and values of one layer in fp32
+        memory = [f"{size} B" if size < 1024 else "1.0 KiB", f"{size / 2:.1f} KiB (512)"]
+        assert cells == ["tiny-ouro", str(result["turns"]), score, *memory, speed]
     assert (swept / "accuracy.png").read_bytes().startswith(b"\x89PNG")
     assert not (swept / "compute.png").exists()
 
@@ -227,14 +239,14 @@ def test_a_stopped_sweep_goes_on_where_it_was(checkpoint, rows, swept, tmp_path,
         assert main(words) == 0
     assert sum(first) + sum(second) == 3 * n
     assert len(lines_of(log)) == n
-    assert results_of(tmp_path)["results"] == results_of(swept)["results"]
+    assert scores_of(tmp_path) == scores_of(swept)
 
     def fail(*given):
         raise AssertionError("loaded again")
 
-    monkeypatch.setattr(native_model, "load_model", fail)
+    monkeypatch.setattr(native_model, "load_subject", fail)
     assert main(words) == 0
-    assert results_of(tmp_path)["results"] == results_of(swept)["results"]
+    assert scores_of(tmp_path) == scores_of(swept)
 
 
 def test_a_larger_limit_goes_on_and_one_by_one_gives_the_same(
@@ -246,7 +258,7 @@ def test_a_larger_limit_goes_on_and_one_by_one_gives_the_same(
     assert [result["n"] for result in results_of(tmp_path)["results"]] == [3, 3, 3]
     assert main(words) == 0
     assert batches == [1] * 3 * len(rows[1])
-    assert results_of(tmp_path)["results"] == results_of(swept)["results"]
+    assert scores_of(tmp_path) == scores_of(swept)
 
 
 def test_generations_of_another_setting_are_refused(checkpoint, rows, swept, tmp_path, capsys):
@@ -334,7 +346,8 @@ def test_several_tasks_and_models(checkpoint, rows, tmp_path, capsys):
     assert main([*words.split(), "--data", str(tmp_path), "--out", str(out)]) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     heads = [cell.strip() for cell in table[0].strip("|").split("|")]
-    assert heads == ["model", "turns", "asdiv (n = 2 of 2,305)", "svamp (n = 1 of 300)", "average"]
+    tasks = ["asdiv (n = 2 of 2,305)", "svamp (n = 1 of 300)", "average"]
+    assert heads == ["model", "turns", *tasks, "KV/token", "KV at context", "tokens/s"]
     assert [line.split("|")[1].strip() for line in table[2:]] == [str(checkpoint)] * 2 + [
         str(other)
     ] * 2
@@ -347,6 +360,12 @@ def test_mistakes_are_named(checkpoint, rows, tmp_path, monkeypatch, capsys):
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"model_type": "llama"}')
+    masked, again = tmp_path / "masked", tmp_path / "again"
+    masked.mkdir()
+    (masked / "config.json").write_text('{"model_type": "electra_like"}')
+    again.mkdir()
+    (again / "config.json").write_text('{"model_type": "llama", "num_loops": 2}')
+    (again / "model.safetensors").write_bytes(b"")
     silent = tmp_path / "silent"
     silent.mkdir()
     for file in checkpoint.iterdir():
@@ -360,8 +379,13 @@ def test_mistakes_are_named(checkpoint, rows, tmp_path, monkeypatch, capsys):
     for words, message in (
         (
             f"{other} --tasks svamp",
-            r"expected model_type huginn_raven or looped_decoder or looped_lm or ouro in its",
+            r"other has a config.json and no weights: expected model.safetensors",
         ),
+        (
+            f"{masked} --tasks svamp",
+            r"expected a looped model \(model_type .*ouro\) or another causal language model of",
+        ),
+        (f"{again} --tasks svamp", r"expected a configuration whose loop is known .*num_loops=2"),
         (f"{run} --tasks svamp", "is no run of an Ouro model"),
         (f"{tmp_path}/nothing --tasks svamp", "nothing does not exist: expected a run folder"),
         (f"{checkpoint} --tasks svamp --step 3", "--step: expected none for a checkpoint"),
@@ -396,5 +420,6 @@ def test_a_metric_that_a_task_does_not_give_is_an_error():
     from stars_fast.evaluation.benchmarks import OpenTask
 
     task = OpenTask("svamp", None, "math_verify,none", 300)
+    asked = setting.Setting(task, 2, 0.0, "sequence")
     with pytest.raises(ConfigError, match="svamp: lm-eval gave no metric math_verify,none, but"):
-        setting._measures({"exact_match,none": 0.5}, [], task)
+        setting._measures({"exact_match,none": 0.5}, [], asked, None)

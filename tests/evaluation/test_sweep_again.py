@@ -49,7 +49,10 @@ def folder_of(out):
 
 
 def results_of(out):
-    return json.loads((out / "results.json").read_text())["results"]
+    """All of the results but how long they took."""
+    results = json.loads((out / "results.json").read_text())["results"]
+    timed = ("seconds", "tokens_per_second")
+    return [{n: value for n, value in each.items() if n not in timed} for each in results]
 
 
 def responses_of(out):

@@ -1,5 +1,7 @@
 """The table and the figures of a sweep."""
 
+from dataclasses import replace
+
 import pytest
 
 from stars_fast.base.plots import accuracy_against_compute
@@ -25,8 +27,10 @@ def test_the_average_counts_each_task_once_and_is_left_out_where_one_is_missing(
         result("a", 8, 0.5), result("b", 8, 0.5, stderr=None, n=4),
     ]  # fmt: skip
     heads, _, *lines = cells(markdown_table(found))
-    assert heads == ["model", "turns", "a (n = 10)", "b (n = 4 of 10)", "average"]
-    assert lines == [
+    costs = ["KV/token", "KV at context", "tokens/s"]
+    assert heads == ["model", "turns", "a (n = 10)", "b (n = 4 of 10)", "average", *costs]
+    assert all(line[5:] == ["-"] * 3 for line in lines)
+    assert [line[:5] for line in lines] == [
         ["m", "2", "50.00 ± 3.00", "25.00 ± 4.00", "37.50 ± 2.50"],
         ["m", "4", "100.00 ± 1.00", "-", "-"],
         ["m", "8", "50.00 ± 1.00", "50.00", "50.00"],
@@ -72,3 +76,43 @@ def test_the_figure_against_compute(points, tmp_path):
 def test_what_can_not_be_drawn_is_named(points, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         accuracy_against_compute(points, tmp_path / "a.png")
+
+
+def test_costs_of_a_row_are_of_all_its_tasks():
+    first, second = result("a", 2, 0.5), result("b", 2, 0.5)
+    memory = {"kv_bytes_per_token": 3 * 1024, "kv_bytes_at_context": 3 * 2**30}
+    first = replace(first, tokens_per_second=10.0, seconds=1.0, context_length=2**20, **memory)
+    second = replace(second, tokens_per_second=40.0, seconds=2.0, **memory)
+    (_, _, line) = cells(markdown_table([first, second]))
+    assert line[-3:] == ["3.0 KiB", "3.0 GiB (1,048,576)", "30.0"]
+
+
+def test_samples_have_a_column_of_their_own_and_timeouts_are_told():
+    drawn = replace(
+        result("a", None, 0.5),
+        samples_each=4,
+        temperature=0.6,
+        timeouts=3,
+        pass_at={"1": {"value": 0.5, "stderr": 0.1}, "4": {"value": 0.75, "stderr": 0.125}},
+    )
+    heads, _, line = cells(markdown_table([drawn]))
+    assert heads[:4] == ["model", "turns", "a avg@4 (n = 10)", "a pass@4"]
+    assert line[:4] == ["m", "-", "50.00 ± 1.00 (3 timed out)", "75.00 ± 12.50"]
+
+
+def test_a_standard_model_is_a_level_line(tmp_path, monkeypatch):
+    from stars_fast.base import plots
+
+    seen = {}
+
+    def draw(lines, path, **given):
+        seen[path.name] = (lines, given["level"])
+
+    monkeypatch.setattr(plots, "accuracy_against_turns", draw)
+    found = [result("a", None, 0.25, model="llama"), result("a", 2, 0.5), result("a", 4, 0.75)]
+    report._draw(tmp_path, found, {"m": 4})
+    assert seen == {"accuracy-a.png": ({"m": {2: 0.5, 4: 0.75}}, {"llama": 0.25})}
+    monkeypatch.undo()
+    (drawn,) = report._draw(tmp_path, found, {"m": 4})
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert report._draw(tmp_path, found[:1], {}) == []

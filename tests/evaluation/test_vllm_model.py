@@ -8,10 +8,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 from benchmark_data import row_of, write_rows
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
+from stars_fast.evaluation.backend_check import Comparison, first_differences
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.evaluation.vllm_model import VLLM_BATCH, longest_sequence, vllm_arguments
 from stars_fast.models.export import export_run
@@ -34,6 +36,7 @@ class LLM:
 
     loaded: list = []  # noqa: RUF012
     batches: list = []  # noqa: RUF012
+    asked: list = []  # noqa: RUF012
     fails_at: int | None = None
 
     def __init__(self, **arguments):
@@ -45,6 +48,7 @@ class LLM:
         if len(LLM.batches) == LLM.fails_at:
             raise KeyboardInterrupt
         LLM.batches.append(len(prompts))
+        LLM.asked.extend(sampling_params)
         prompts = [prompt["prompt_token_ids"] for prompt in prompts]
         return [self.answer(*each) for each in zip(prompts, sampling_params, strict=True)]
 
@@ -119,6 +123,7 @@ def installed():
 def vllm(installed, monkeypatch):
     LLM.loaded.clear()
     LLM.batches.clear()
+    LLM.asked.clear()
     monkeypatch.setattr(LLM, "fails_at", None)
     return LLM
 
@@ -137,6 +142,7 @@ def results_of(tmp_path):
     return json.loads((tmp_path / "out" / "results.json").read_text())["results"]
 
 
+@pytest.mark.slow
 def test_it_is_loaded_once_a_number_of_turns(vllm, words, checkpoint, tmp_path):
     assert main([*words, "--turns", "2,8", "--dtype", "bfloat16"]) == 0
     asked = [(each["model"], each["dtype"], each["hf_overrides"]) for each in vllm.loaded]
@@ -250,3 +256,143 @@ def test_a_device_is_refused(vllm, words, capsys):
     said = capsys.readouterr().err
     assert re.search("--device: expected none with --backend vllm.* got cuda:1", said), said
     assert not vllm.loaded
+
+
+def test_samples_have_a_seed_each(vllm, words, tmp_path):
+    assert main([*words, "--turns", "2", "--tasks", "svamp", "--samples", "3"]) == 0
+    asked = vllm.asked
+    assert len(asked) == 15
+    assert len({each.seed for each in asked}) == 15
+    assert {each.temperature for each in asked} == {0.6}
+    assert [each["sample"] for each in samples_of(tmp_path)] == [0] * 5 + [1] * 5 + [2] * 5
+    (result,) = results_of(tmp_path)
+    assert result["pass_at"]["3"]["value"] == result["accuracy"] == pytest.approx(2 / 5)
+    assert result["kv_bytes_per_token"] == 2 * 32 * 4 * 2
+
+
+class GeneratingLLM(LLM):
+    """Answers as the model of the folder does, at the turns that it is loaded for."""
+
+    def answer(self, prompt, given):
+        from stars_fast.models.ouro import OuroForCausalLM
+
+        loaded = LLM.loaded[-1]
+        model = OuroForCausalLM.from_pretrained(loaded["model"]).eval()
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=given.max_tokens,
+            do_sample=False, eos_token_id=[2, 0], pad_token_id=0, **self.depth(loaded),
+        )[0, len(prompt) :].tolist()  # fmt: skip
+        cut = made[-1] not in (0, 2)
+        text = self.tokenizer.decode(made if cut else made[:-1])
+        how = "length" if cut else "stop"
+        answer = SimpleNamespace(text=text, token_ids=made, finish_reason=how)
+        return SimpleNamespace(outputs=[answer])
+
+    def depth(self, loaded):
+        return {"turns": loaded["hf_overrides"]["total_ut_steps"]}
+
+
+class ShallowLLM(GeneratingLLM):
+    """One that reads no turns out of what it is given."""
+
+    def depth(self, loaded):
+        return {"turns": 1}
+
+
+@pytest.fixture
+def both(vllm, words, monkeypatch):
+    """A sweep of both backends, vLLM's with an engine of a class."""
+
+    def sweep(engine, *more):
+        monkeypatch.setattr(sys.modules["lm_eval.models.vllm_causallms"], "LLM", engine)
+        return main([*words, "--backend", "native,vllm", "--turns", "3", *more])
+
+    import lm_eval.models.vllm_causallms  # noqa: F401
+
+    return sweep
+
+
+@pytest.mark.slow
+def test_two_backends_that_agree_say_so(both, tmp_path, capsys):
+    assert both(GeneratingLLM) == 0
+    said = capsys.readouterr().err
+    message = "native and vllm give the same greedy answers to 5 prompts"
+    assert f"svamp-turns3: {message}" in said
+    assert f"warning: svamp-turns3: {message}" not in said
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert written["backends"] == {"tiny-ouro": message}
+    assert [each["turns"] for each in written["results"]] == [3, 3]
+    assert len(LLM.loaded) == 1
+
+
+@pytest.mark.slow
+def test_two_backends_that_differ_are_warned_of(both, checkpoint, tmp_path, capsys, monkeypatch):
+    """One reads no turns; where they part, and in how many, is what generation by hand tells."""
+    from stars_fast.models.ouro import OuroForCausalLM
+
+    tokenizer = get_tokenizer(checkpoint)
+    model = OuroForCausalLM.from_pretrained(checkpoint).eval()
+
+    def tokens(prompt, turns):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=CAP, do_sample=False,
+            eos_token_id=[2, 0], pad_token_id=0, turns=turns,
+        )[0, ids.shape[1] :]  # fmt: skip
+        text = tokenizer.decode([i for i in made.tolist() if i not in (0, 2)])
+        return tokenizer(text, add_special_tokens=False).input_ids
+
+    assert both(ShallowLLM, "--tasks", "svamp") == 0
+    said = capsys.readouterr().err
+    places = []
+    for sample in samples_of(tmp_path):
+        deep, shallow = tokens(sample["prompt"], 3), tokens(sample["prompt"], 1)
+        if deep != shallow:
+            places.append(next(i for i in range(CAP) if deep[i : i + 1] != shallow[i : i + 1]))
+    assert places
+    assert (
+        f"warning: svamp-turns3: native and vllm differ in {len(places)} of 5 greedy answers, "
+        f"first at token {min(places)} of prompt "
+    ) in said
+    loaded = len(LLM.loaded)
+    assert both(ShallowLLM, "--tasks", "svamp") == 0  # all is done: nothing is asked again
+    assert len(LLM.loaded) == loaded
+    assert "warning: svamp-turns3: native" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_of_two_backends_vllm_takes_what_it_knows(both, checkpoint, words, tmp_path, monkeypatch):
+    """A looped decoder is for ours, and so not compared."""
+    from stars_fast.models.families import family_named
+
+    family = family_named("looped_decoder")
+    section = family.section(path="tiny", width=32, injection="adapter")
+    looped, tokenizer = family.start(section, torch.float32, 0)
+    folder = tmp_path / "looped"
+    looped.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    words[1:2] = [str(checkpoint), str(folder)]
+    assert both(GeneratingLLM, "--tasks", "svamp", "--limit", "2") == 0
+    written = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert list(written["backends"]) == ["tiny-ouro"]
+    assert [each["model"] for each in written["results"]] == ["tiny-ouro", "looped"]
+    backends = {
+        json.loads(file.read_text())["backend"] for file in (tmp_path / "out").rglob("setting.json")
+    }
+    assert backends == {"native", "vllm"}
+
+
+def test_where_answers_part_is_told_in_tokens(checkpoint):
+    tokenizer = get_tokenizer(checkpoint)
+    first = ["3 + 4 is 7.", "It is 8.", "It is", "same"]
+    second = ["3 + 4 is 8.", "It is 8.", "It is 9", "same"]
+    one, other = first_differences(first, second, tokenizer)
+    shared = len(tokenizer("3 + 4 is", add_special_tokens=False).input_ids)
+    assert (one.prompt, other.prompt) == (0, 2)
+    assert shared <= one.token <= shared + 1
+    assert (one.first.strip(), one.second.strip()) == ("7", "8")
+    assert other.first == ""
+    assert "differ in 2 of 4 greedy answers, first at token" in str(
+        Comparison(("native", "vllm"), 4, [one, other])
+    )

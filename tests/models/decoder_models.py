@@ -44,8 +44,26 @@ MORE = {
         "GPTNeoX", "GPTNeoX", {k: v for k, v in SIZES.items() if k != "num_key_value_heads"},
     ),
     "olmoe": ("Olmoe", "Olmoe", SIZES | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmo3": ("Olmo3", "Olmo3", SIZES | WINDOWS),
+    "cohere2": ("Cohere2", "Cohere2", SIZES | WINDOWS),
+    "falcon": ("Falcon", "Falcon", SIZES),
+    "codegen": ("CodeGen", "CodeGen", GPT2 | {"rotary_dim": 4}),
+    "gpt_neo": (
+        "GPTNeo", "GPTNeo",
+        {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": 4,
+         "window_size": 4, "attention_types": [[["local", "global"], 2]], "bos_token_id": 0,
+         "eos_token_id": 2},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3", "DeepseekV3",
+        SIZES | {"num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "head_dim": 4,
+                 "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+                 "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                 "moe_intermediate_size": 16, "first_k_dense_replace": 1},
+    ),
 }  # fmt: skip
-"""Those that do more to embedding, logits or cache."""
+"""Those that do more to embedding, logits or cache, or have windows, or call their layers in other
+ways."""
 
 
 def decoder(name, dtype=torch.float64, **options):

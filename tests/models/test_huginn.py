@@ -1,6 +1,7 @@
 """Huginn and retrofitted decoders, against an independent reading of their formulas, and in the
 ways of calling them."""
 
+import decoder_models
 import huginn_reference
 import pytest
 import torch
@@ -106,14 +107,19 @@ def test_layers_of_a_retrofitted_decoder_may_be_left_out(kind):
 
 def test_what_can_not_be_retrofitted_is_said():
     base = decoder("llama", layers=2)
-    with pytest.raises(ValueError, match="core_block: expected layers of the decoder's 2, got 2"):
+    with pytest.raises(ValueError, match="core: expected layers of the decoder's 2, got 2"):
         retrofit(base, [0], [2], [1])
     base.config.mlp_bias = True
     with pytest.raises(ValueError, match="decoder: expected mlp_bias=False, got True"):
         retrofit(base, [0], [1], [1])
-    base.config.model_type = "gpt2"
-    with pytest.raises(ValueError, match=r"decoder: expected one of .*, got 'gpt2'"):
-        retrofit(base, [0], [1], [1])
+    for other in ("x", None, base.model, decoder_models.decoder("gpt2")):
+        kind = type(other).__name__
+        with pytest.raises(TypeError, match=f"decoder: expected a LlamaForCausalLM .*got {kind}$"):
+            retrofit(other, [0], [1], [1])
+    base.config.mlp_bias = False
+    for layers in (1, "0", [0.0]):
+        with pytest.raises(TypeError, match="core: expected a list of integers, got "):
+            retrofit(base, [0], layers, [1])
 
 
 # -- the initial state

@@ -13,8 +13,10 @@ import huginn_models
 import ouro_models
 import transformers
 from decoder_models import DECODERS, LAYERS, MORE, WIDTH, decoder, left_padded, tokens
+from oracle import KeepDouble
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from stars_fast.models.cast import cast
 from stars_fast.models.families.looped_decoder import LoopedDecoderLoop
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.looped_decoder import (
@@ -24,6 +26,7 @@ from stars_fast.models.looped_decoder import (
     LoopedDecoderModel,
     count_turns,
 )
+from stars_fast.models.saved import find_model, load_model
 from stars_fast.tokens import Tokens
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -168,20 +171,44 @@ def test_a_router_s_loss_is_refused_rather_than_left_out():
 # -- the cache
 
 
+WINDOWED = ["olmo3", "cohere2", "gpt_neo", "gemma2"]
+"""Whose windows are shorter than the sequence; full attention between them."""
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("turns", [1, 4, 9])
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "turns"),
+    [(name, turns) for name in DECODERS for turns in (1, 4, 9)]
+    + [(name, 3) for name in (*WINDOWED, "falcon", "codegen")],
+)
 def test_decoding_with_a_cache_is_a_new_prefill(name, turns):
     model, ids = looped(name), tokens(2, 12)
-    whole = model(ids, turns=turns, use_cache=False).logits
     cache, found = None, []
-    for a, b in ((0, 5), (5, 6), (6, 7), (7, 10), (10, 11), (11, 12)):
-        out = model(ids[:, a:b], turns=turns, cache=cache, use_cache=True)
-        cache = out.get("cache", out.get("past_key_values"))
-        found.append(out.logits)
+    with KeepDouble():
+        whole = model(ids, turns=turns, use_cache=False).logits
+        for a, b in ((0, 5), (5, 6), (6, 7), (7, 10), (10, 11), (11, 12)):
+            out = model(ids[:, a:b], turns=turns, cache=cache, use_cache=True)
+            cache = out.get("cache", out.get("past_key_values"))
+            found.append(out.logits)
     torch.testing.assert_close(torch.cat(found, 1), whole, **CLOSE)
     assert len(cache.layers) == 2 + 2 * turns
     assert cache.get_seq_length() == 12
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [*WINDOWED, "gemma3", "mistral"])
+def test_each_turn_has_its_windows(name):
+    """As in the decoder's own code over its layers written out turn by turn."""
+    original, ids = decoder(name), tokens(2, 12)
+    found = LoopedDecoderForCausalLM.from_decoder(original)(ids, turns=3, use_cache=False).logits
+    unrolled, order = copy.deepcopy(original), [0, 1, 2, 1, 2, 1, 2, 3]
+    stack = unrolled.base_model
+    held = "h" if hasattr(stack, "h") else "layers"
+    setattr(stack, held, torch.nn.ModuleList(getattr(stack, held)[i] for i in order))
+    if kinds := getattr(unrolled.config, "layer_types", None):
+        unrolled.config.layer_types = [kinds[i] for i in order]
+    unrolled.config.num_hidden_layers = len(order)
+    torch.testing.assert_close(found, unrolled(ids, use_cache=False).logits, **CLOSE)
 
 
 @torch.no_grad()
@@ -377,6 +404,24 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
         LoopedDecoderForCausalLM.from_pretrained(tmp_path / "llama")
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "cohere", "gemma3"])
+def test_16_bits_leave_the_rotary_frequencies_alone(tmp_path, name):
+    """However a model comes to be in bf16, it is what transformers loads in bf16."""
+    model, ids = looped(name, torch.float32, injection="adapter", state="noise"), tokens(1, 200)
+    model.save_pretrained(tmp_path)
+    expected = LoopedDecoderForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    loaded = load_model(find_model(str(tmp_path)), torch.bfloat16)
+    for found in (cast(model, torch.bfloat16), loaded):
+        assert found.lm_head.weight.dtype == torch.bfloat16
+        tables = [name for name, _ in found.named_buffers() if "inv_freq" in name]
+        assert tables
+        for table in tables:
+            same = [each.get_buffer(table) for each in (found, expected)]
+            torch.testing.assert_close(*same, rtol=0, atol=0)
+        assert torch.equal(found(ids, turns=3).logits, expected(ids, turns=3).logits)
+
+
 # -- mistakes
 
 
@@ -394,7 +439,20 @@ def no_decoders():
         "expected a BertLMHeadModel, got BertModel": transformers.BertModel(bert),
         "expected a LlamaForCausalLM, got LlamaModel": decoder("llama").model,
         "got MambaModel": transformers.MambaForCausalLM(mamba),
+        "expected a decoder that does not loop yet, got LoopedDecoderForCausalLM": looped(),
+        "expected a decoder that does not loop yet, got OuroForCausalLM": ouro_models.model(),
+        "expected a decoder that does not loop yet, got HuginnForCausalLM": huginn_models.model(),
     }
+
+
+def test_a_model_that_does_not_run_is_named():
+    class Broken(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            raise RuntimeError("no kernel")
+
+    model = Broken(decoder("llama").config)
+    with pytest.raises(TypeError, match=r"on tokens alone, got Broken, which fails with .*: no k"):
+        LoopedDecoderForCausalLM.from_decoder(model)
 
 
 def test_what_is_no_decoder_is_refused():
@@ -417,6 +475,56 @@ def test_an_architecture_that_is_not_understood_is_refused():
         LoopedDecoderForCausalLM.from_decoder(decoder("gemma3", use_bidirectional_attention=True))
 
 
+SMALL = {
+    "vocab_size": 20, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+UNLIKE = {
+    "Bloom": ({}, "layers that need nothing but h and .*, got BloomBlock, which needs 'alibi'"),
+    "Gemma3n": (
+        {"name": "Gemma3nText", "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+         "vocab_size_per_layer_input": 20, "laurel_rank": 4, "activation_sparsity_pattern": None},
+        "got Gemma3nForCausalLM: its parts put together again fail with",
+    ),
+    "LongcatFlash": (
+        {"num_layers": 3, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+         "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2,
+         "expert_ffn_hidden_size": 16, "ffn_hidden_size": 48, "moe_topk": 2, "head_dim": 4,
+         "num_key_value_heads": 4},
+        r"decoder of num_hidden_layers=\d layers, got LongcatFlashForCausalLM with \d",
+    ),
+    "OPT": ({"ffn_dim": 48, "word_embed_proj_dim": WIDTH}, "ModuleList layers or h, got OPTModel"),
+    "XGLM": ({"d_model": WIDTH, "num_layers": 3, "attention_heads": 4, "ffn_dim": 48},
+             "closing norm norm or .* or ln_f, got XGLMModel without one"),
+    "Qwen3Next": (
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+         "num_experts": 2, "num_experts_per_tok": 1, "linear_num_key_heads": 2,
+         "linear_num_value_heads": 2,
+         "linear_key_head_dim": 8, "linear_value_head_dim": 8, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 16},
+        "full_attention or sliding_attention, got linear_attention",
+    ),
+    "NanoChat": ({}, "got NanoChatForCausalLM: its parts .* give other logits"),
+}  # fmt: skip
+"""Decoders whose forward is unlike the rest: what their configuration takes besides SMALL, and what
+the error says."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_decoder_unlike_the_rest_is_refused_in_one_sentence(kind):
+    options, message = dict(UNLIKE[kind][0]), UNLIKE[kind][1]
+    name = options.pop("name", kind)
+    if not hasattr(transformers, f"{kind}ForCausalLM"):
+        pytest.skip(f"this transformers has no {kind}")
+    config = getattr(transformers, f"{name}Config")(**SMALL | options)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with pytest.raises((TypeError, ValueError), match=message) as error:
+        LoopedDecoderForCausalLM.from_decoder(model)
+    assert str(error.value).startswith("model: expected ")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -436,6 +544,12 @@ def test_an_architecture_that_is_not_understood_is_refused():
 def test_settings_out_of_range_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         LoopedDecoderForCausalLM.from_decoder(decoder("llama"), **options)
+
+
+@pytest.mark.parametrize("layers", [3, "0123", torch.nn.ModuleList()])
+def test_layers_that_are_no_list_are_named(layers):
+    with pytest.raises(TypeError, match="layers: expected a list of integers or None, got "):
+        LoopedDecoderForCausalLM.from_decoder(decoder("llama"), layers=layers)
 
 
 def test_arguments_out_of_range_are_named():

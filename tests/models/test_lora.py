@@ -106,12 +106,24 @@ def test_a_target_that_is_not_there_names_those_that_are(name):
             {"rank": 4, "targets": "all-linear,q_proj"},
             "lora: targets: expected all-linear or names",
         ),
+        ({"targets": "q_proj"}, "lora: rank: expected an integer with targets given .*got None"),
+        ({"alpha": 8.0}, "lora: rank: expected an integer with alpha given"),
         ({"rank": 4, "per_turn": True}, "lora: per_turn: expected false, got true: all turns"),
     ],
 )
 def test_settings_that_do_not_fit(wrong, message):
     with pytest.raises(ConfigError, match=message):
         build(LoraConfig, wrong, "lora")
+
+
+def test_a_rank_above_that_of_the_maps_is_refused():
+    loop = ouro()
+    most = loop.model.config.hidden_size
+    with pytest.raises(
+        ConfigError, match=f"lora.rank: expected at most {most}, .*, got {most + 1}"
+    ):
+        adapt(loop, LoraConfig(rank=most + 1), torch.float64, 0)
+    adapt(loop, LoraConfig(rank=most), torch.float64, 0)
 
 
 # -- where they begin

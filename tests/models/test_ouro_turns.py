@@ -82,7 +82,7 @@ def test_generate_executes_the_turns_for_every_token(turns):
 
 
 def test_counting_needs_one_model():
-    message = "expected a module that holds one OuroModel or LoopedDecoderModel, got Linear"
+    message = "expected a module that holds one Ouro, Huginn or looped decoder, got Linear"
     with pytest.raises(TypeError, match=message), count_turns(torch.nn.Linear(2, 2)):
         pass
 

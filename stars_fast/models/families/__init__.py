@@ -27,6 +27,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.adapter_folder import adapter_base
 from stars_fast.models.folders import check_exists, check_folder, not_loaded
 from stars_fast.models.loop import Loop
+from stars_fast.models.shape import Shape
 
 
 class Family(ABC):
@@ -86,6 +87,14 @@ class Family(ABC):
             ConfigError: the section gives less than the data need.
         """
         return section
+
+    def shape(self, section: Any) -> Shape:
+        """The sizes of a section's model, told without making it.
+
+        Raises:
+            ConfigError: they can't be told.
+        """
+        raise ConfigError(f"model.family: the sizes of {self.name} can't be told without a model")
 
     def base(self, section: Any) -> str | None:
         """The checkpoint, a folder or hub id, whose weights a training starts from; None for

@@ -18,14 +18,29 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.models.families import Family
+from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
+from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
+from stars_fast.models.shape import Shape
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
 TINY_MODEL = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
+
+SIZES: dict[str, dict[str, Any]] = {
+    "tomg-group-umd/huginn-0125": {
+        "n_embd": 5280,
+        "intermediate_size": 17920,
+        "n_heads": 55,
+        "n_layers_in_recurrent_block": 4,
+        "n_layers_in_prelude": 2,
+        "n_layers_in_coda": 2,
+        "vocab_size": 65536,
+    }
+}
+"""Sizes in the `config.json` of the published checkpoint, which need not be at hand."""
 
 _SHAPES = ("huginn", "llama", "tinyllama", "olmo2")
 
@@ -131,12 +146,42 @@ class HuginnFamily(Family):
     model_type = "huginn_raven"
     section = HuginnSection
     packs = True
+    causal_lm = True
 
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("mean_recurrence", 32))
+
+    def shape(self, section: HuginnSection) -> Shape:
+        config: Mapping[str, Any] = SIZES.get(section.path, {})
+        if section.path == TINY_MODEL:
+            config = {
+                "n_embd": section.width,
+                "intermediate_size": 2 * section.width,
+                "n_heads": 4,
+                "n_layers_in_recurrent_block": section.layers,
+                "n_layers_in_prelude": 1,
+                "n_layers_in_coda": 1,
+                "vocab_size": TINY_VOCABULARY,
+            }
+        config = config or checkpoint_config(section.path)
+        width, heads = config["n_embd"], config["n_heads"]
+        head = config.get("head_dim") or width // heads
+        return Shape(
+            width=width,
+            queries=heads * head,
+            keys=(config.get("num_key_value_heads") or heads) * head,
+            heads=heads,
+            inner=config["intermediate_size"],
+            gated=True,
+            layers=config["n_layers_in_recurrent_block"],
+            outside=config["n_layers_in_prelude"] + config["n_layers_in_coda"],
+            vocabulary=config.get("padded_vocab_size") or config["vocab_size"],
+            tied=config.get("tie_embeddings", True),
+            injection=2 * width**2,
+        )
 
     def base(self, section: HuginnSection) -> str | None:
         return None if section.path == TINY_MODEL else section.path

@@ -19,9 +19,11 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
+from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
+from stars_fast.models.shape import Shape, shape_of_config
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens, describe_tokens
 
@@ -168,6 +170,29 @@ class LoopedDecoderFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
 
+    def shape(self, section: LoopedDecoderSection) -> Shape:
+        if section.path == TINY_MODEL:
+            config: Mapping[str, Any] = tiny_sizes(section)
+        else:
+            config = checkpoint_config(section.path)
+            if self.recognises(config):
+                raise ConfigError(
+                    f"model.path: expected a decoder, whose sizes can be told, got {section.path}, "
+                    "which is looped already"
+                )
+        if missing := {"hidden_size", "intermediate_size", "num_attention_heads"} - config.keys():
+            raise ConfigError(f"model.path {section.path}: no {', '.join(missing)} in config.json")
+        layers = len(section.layers or range(config["num_hidden_layers"]))
+        block = section.block or layers - section.prelude - section.coda
+        width = config["hidden_size"]
+        return shape_of_config(
+            config,
+            layers=block,
+            outside=section.prelude + section.coda,
+            injection=2 * width**2 if section.injection == "adapter" else 0,
+            native=False,
+        )
+
     def base(self, section: LoopedDecoderSection) -> str | None:
         """A looped decoder; what is looped only when a training starts is in no folder."""
         if section.path == TINY_MODEL:
@@ -224,7 +249,7 @@ class LoopedDecoderFamily(Family):
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
         adopt_depth(model, turns)
-        model.to(dtype or model.config.dtype or torch.float32)
+        cast(model, dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
 
     def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
@@ -279,6 +304,17 @@ def _check_same_loop(section: LoopedDecoderSection, config: Any) -> None:
             )
 
 
+def tiny_sizes(section: LoopedDecoderSection) -> dict[str, Any]:
+    """Sizes of the Llama that the package makes, as in a `config.json`."""
+    return {
+        "vocab_size": TINY_VOCABULARY,
+        "hidden_size": section.width,
+        "intermediate_size": 2 * section.width,
+        "num_hidden_layers": section.depth,
+        "num_attention_heads": 4,
+    }
+
+
 def _start_tiny(
     section: LoopedDecoderSection, dtype: torch.dtype, seed: int
 ) -> tuple[nn.Module, Any]:
@@ -288,11 +324,7 @@ def _start_tiny(
     from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
     config = LlamaConfig(
-        vocab_size=TINY_VOCABULARY,
-        hidden_size=section.width,
-        intermediate_size=2 * section.width,
-        num_hidden_layers=section.depth,
-        num_attention_heads=4,
+        **tiny_sizes(section),
         max_position_embeddings=512,
         bos_token_id=0,
         eos_token_id=[2, 0],
@@ -303,7 +335,7 @@ def _start_tiny(
         torch.manual_seed(seed)
         decoder: Any = LlamaForCausalLM(config)
     try:
-        model = LoopedDecoderForCausalLM.from_decoder(decoder.to(dtype), **section.loop)
+        model = LoopedDecoderForCausalLM.from_decoder(cast(decoder, dtype), **section.loop)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
     with tempfile.TemporaryDirectory() as folder:

@@ -22,6 +22,7 @@ from stars_fast.models.families import Family, checkpoint_config, section_of
 from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
+from stars_fast.models.shape import Shape
 from stars_fast.tokens import Tokens
 
 TINY_TOKENIZER = "tiny"
@@ -110,6 +111,22 @@ class LoopedFamily(Family):
                     f"model.{name}: expected at least {low} for the data, got {given}"
                 )
         return section
+
+    def shape(self, section: LoopedSection) -> Shape:
+        d = section.d_model
+        return Shape(
+            width=d,
+            queries=d,
+            keys=d,
+            heads=section.n_heads,
+            inner=section.d_ff,
+            gated=False,
+            layers=section.n_layers,
+            outside=section.n_prelude + section.n_coda,
+            vocabulary=section.vocab_size,
+            tied=True,
+            native=False,
+        )
 
     def start(self, section: LoopedSection, dtype: torch.dtype, seed: int) -> tuple[LoopedLM, Any]:
         tokenizer = None if section.tokenizer is None else _tokenizer(section.tokenizer)

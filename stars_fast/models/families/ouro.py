@@ -17,14 +17,30 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.models.families import Family
+from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
+from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Turn, matrix_weights
+from stars_fast.models.shape import Shape, shape_of_config
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
 TINY_MODEL = "tiny"
 """The path that stands for a model which the package makes, with random weights."""
+
+
+_PUBLISHED = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_attention_heads": 16,
+    "vocab_size": 49152,
+}
+SIZES = {
+    f"ByteDance/Ouro-{name}{kind}": _PUBLISHED | {"num_hidden_layers": layers}
+    for name, layers in (("1.4B", 24), ("2.6B", 48))
+    for kind in ("", "-Thinking")
+}
+"""Sizes in the `config.json` of the published checkpoints, which need not be at hand."""
 
 
 @dataclass
@@ -116,6 +132,19 @@ class OuroFamily(Family):
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
+
+    def shape(self, section: OuroSection) -> Shape:
+        config: Mapping[str, Any] = SIZES.get(section.path, {})
+        if section.path == TINY_MODEL:
+            config = {
+                "hidden_size": section.width,
+                "intermediate_size": 2 * section.width,
+                "num_hidden_layers": section.layers,
+                "num_attention_heads": 4,
+                "vocab_size": TINY_VOCABULARY,
+            }
+        config = config or checkpoint_config(section.path)
+        return shape_of_config(config, layers=config["num_hidden_layers"], outside=0)
 
     def base(self, section: OuroSection) -> str | None:
         return None if section.path == TINY_MODEL else section.path

@@ -39,11 +39,13 @@ class HuginnCausalLMOutput(CausalLMOutputWithPast):
     last_hidden_state: [B, S, D], what the head reads.
     inputs: [B, S, D], the prelude's output, which every turn takes in.
     turns: [B, S] int64, turns executed for each token.
+    real: [B, S] boolean, True on real tokens; None where all are.
     """
 
     last_hidden_state: Tensor | None = None
     inputs: Tensor | None = None
     turns: Tensor | None = None
+    real: Tensor | None = None
 
 
 @dataclass
@@ -70,6 +72,7 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
     accepts_loss_kwargs = True
+    takes_turns = True
     depth_settings = ("turns", "num_steps", "tol", "tol_per")
 
     def __init__(self, config: HuginnConfig) -> None:
@@ -211,6 +214,7 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
             last_hidden_state=out,
             inputs=e,
             turns=depth.turns,
+            real=context.real,
             **held,
         )
         return output if wants_dict(config, return_dict) else output.to_tuple()

@@ -70,7 +70,7 @@ class HuginnConfig(PretrainedConfig):
     model_type = "huginn_raven"
     auto_map: ClassVar[dict[str, str]] = {}  # read by TRL of a class outside of transformers
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        "past_key_values", "cache", "turns", "inputs", "last_hidden_state",
+        "past_key_values", "cache", "turns", "real", "inputs",
     ]  # fmt: skip
     attribute_map: ClassVar[dict[str, str]] = {
         "num_attention_heads": "n_heads",
@@ -200,6 +200,18 @@ class HuginnConfig(PretrainedConfig):
     @rope_scaling.setter
     def rope_scaling(self, scaling: dict[str, Any] | None) -> None:
         self.rope_parameters = rotary_settings(None, scaling, self.rope_theta)
+
+    def set_depth(self, turns: int | None, tol: float | None) -> None:
+        """Set how deep the model thinks; None leaves what is.
+
+        Raises:
+            TypeError, ValueError: a value out of range.
+        """
+        if turns is not None:
+            self.mean_recurrence = turns
+        if tol is not None:
+            self.convergence_tol = float(tol) or None
+        check_config(self)
 
     def to_dict(self) -> dict[str, Any]:
         """The public fields: the tie by its public name alone, since public readers take the other

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM, Olmo2ForCausalLM
 
 from stars_fast.models.huginn.causal_lm import HuginnForCausalLM
 from stars_fast.models.huginn.config import HuginnConfig
@@ -50,19 +51,22 @@ def retrofit(
         A model with weights of its own, in the decoder's dtype, on the CPU.
 
     Raises:
-        ValueError: another kind of decoder, or a layer that it does not have.
+        TypeError: another kind of decoder, or layers that are no integers.
+        ValueError: a setting that has no counterpart, or a layer that the decoder does not have.
     """
-    theirs = decoder.config
-    if theirs.model_type not in _NORMS:
-        raise ValueError(
-            f"decoder: expected one of {sorted(_NORMS)} by its model_type, got "
-            f"{theirs.model_type!r}"
+    if not isinstance(decoder, (LlamaForCausalLM, Olmo2ForCausalLM)):
+        raise TypeError(
+            "decoder: expected a LlamaForCausalLM or an Olmo2ForCausalLM of transformers, got "
+            f"{type(decoder).__name__}"
         )
+    theirs = decoder.config
     for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if getattr(theirs, name, wanted) != wanted:
             raise ValueError(f"decoder: expected {name}={wanted}, got {getattr(theirs, name)!r}")
     parts = {"prelude": prelude, "core_block": core, "coda": coda}
-    for name, layers in parts.items():
+    for name, layers in (("prelude", prelude), ("core", core), ("coda", coda)):
+        if not isinstance(layers, Sequence) or not all(isinstance(i, int) for i in layers):
+            raise TypeError(f"{name}: expected a list of integers, got {layers!r}")
         for i in layers:
             if not 0 <= i < theirs.num_hidden_layers:
                 raise ValueError(

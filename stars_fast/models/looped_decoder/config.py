@@ -66,6 +66,8 @@ class LoopedDecoderConfig(PretrainedConfig):
             decoder = AutoConfig.for_model(**decoder)
         self.decoder: Any = decoder
         every = range(self.decoder.num_hidden_layers)
+        if isinstance(layers, str) or not isinstance(layers, (Sequence, type(None))):
+            raise TypeError(f"layers: expected a list of integers or None, got {layers!r}")
         self.layers: list[int] = list(every if layers is None else layers)
         self.prelude = prelude
         self.block = len(self.layers) - prelude - coda if block is None else block

@@ -43,8 +43,8 @@ def count_turns(model: nn.Module) -> Iterator[TurnCount]:
         print(count.per_token)
 
     Args:
-        model: an `OuroForCausalLM`, a `LoopedDecoderForCausalLM`, either without its head, or a
-            module that holds one.
+        model: an `OuroForCausalLM`, a `LoopedDecoderForCausalLM`, either without its head, a
+            `HuginnForCausalLM`, or a module that holds one of these.
     """
     count = TurnCount()
 
@@ -55,7 +55,7 @@ def count_turns(model: nn.Module) -> Iterator[TurnCount]:
     inner = [module for module in model.modules() if getattr(module, "takes_turns", None) is True]
     if len(inner) != 1:
         raise TypeError(
-            "model: expected a module that holds one OuroModel or LoopedDecoderModel, got "
+            "model: expected a module that holds one Ouro, Huginn or looped decoder, got "
             f"{type(model).__name__} with {len(inner)}"
         )
     hook = inner[0].register_forward_hook(note)

@@ -4,21 +4,26 @@ import difflib
 import json
 import os
 import platform
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import stars_fast
-from stars_fast.base import tree
+from stars_fast.base import claim, tree
 from stars_fast.base.checkpoints import latest
 from stars_fast.base.choices import CHOICES
+from stars_fast.base.claim import Claim
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.files import write_text
+from stars_fast.base.files import cant_write, write_text
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.training.config import RunConfig, load_config, save_config
 from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.scale.distributed import World
 
 MAY_CHANGE = {
     "name",
@@ -53,7 +58,7 @@ def nothing_to_resume(run: RunFolder) -> str | None:
     """Why there is no run to continue here, with the nearest run beside it; None if there is
     one, or something that `reason_to_refuse` names."""
     try:
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        if run.path.exists() and (not run.path.is_dir() or _entries(run)):
             return None
     except OSError:
         return None
@@ -71,10 +76,14 @@ def nothing_to_resume(run: RunFolder) -> str | None:
 def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | None:
     """Why `config` cannot be run here, or None if it can."""
     try:
-        if not run.path.exists() or not any(run.path.iterdir()):
+        if not run.path.exists() or not _entries(run):
             return None
+        # Of a run that died before it took a step; not a recipe that lies there
+        begun = _begun(run) or not (run.path / claim.FOLDER).exists()
     except OSError as error:
         return f"{run.path} can't be a run folder: {error.strerror}"
+    if not resume and not begun:
+        return None
     if not resume:
         return (
             f"{run.path} exists; continue that run with --resume, or choose another folder "
@@ -101,17 +110,76 @@ def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | N
 
 
 def _went_past(run: RunFolder, step: int) -> bool:
-    """Whether the metrics go beyond `step`, the first checkpoint's; 0 is the end of the run."""
+    """Whether the metrics go beyond `step`, the first checkpoint's (0 is the end of the run), and
+    their folder is not there: where it is, empty, the saves had no room on the disk."""
+    if not run.results.exists() and run.checkpoints.is_dir():
+        return False
     rows = read_metrics(run.metrics) if run.metrics.exists() else []
     return bool(rows) and (run.results.exists() or 0 < step < rows[-1]["step"])
 
 
+def _entries(run: RunFolder) -> set[str]:
+    """Names in the folder; who owns it, and what a kill cut short of its configuration, aside."""
+    aside = {claim.FOLDER, f"{run.config.name}.writing"}
+    return {path.name for path in run.path.iterdir()} - aside
+
+
+def _begun(run: RunFolder) -> bool:
+    """Whether more than a configuration is in the folder."""
+    return bool(_entries(run) - {run.config.name})
+
+
+@contextmanager
+def owned(run: RunFolder, config: RunConfig, world: World, resume: bool) -> Iterator[Claim | None]:
+    """Have the folder to this run alone: the claim of the first process, None on the others.
+
+    From here on it holds a configuration, so that `--resume` works whenever the run dies. What was
+    made here goes again if the run fails before its first start is noted.
+
+    Raises:
+        ConfigError: on all processes, if another run owns the folder or `config` can't be run here.
+    """
+    held, fresh = world.together(
+        lambda: _claim(run, config, resume) if world.first else (None, False)
+    )
+    try:
+        yield held
+    except Exception:
+        with suppress(OSError):
+            if held is not None and fresh and not _begun(run):
+                run.config.unlink()
+                held.withdraw()
+        raise
+    finally:
+        if held is not None:
+            held.release()
+
+
+def _claim(run: RunFolder, config: RunConfig, resume: bool) -> tuple[Claim, bool]:
+    """The claim, and whether the folder held no configuration before."""
+    held = Claim(run.path, lambda text: print(text, file=sys.stderr, flush=True))
+    try:
+        # Again: another run may have come and gone since it was asked
+        refusal = reason_to_refuse(run, config, resume)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        fresh = not run.config.exists()
+        if fresh or not resume:
+            save_config(config, run.config)
+    except OSError as error:
+        held.withdraw()
+        raise ConfigError(
+            f"{run.path} can't be written to: {cant_write(run.path, error)}"
+        ) from error
+    except BaseException:
+        held.withdraw()
+        raise
+    return held, fresh
+
+
 def open_run(run: RunFolder, config: RunConfig, world_size: int) -> None:
     """Create the folder, write the configuration, and note the start and its environment."""
-    try:
-        run.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"can't create {run.path}: {error.strerror}") from error
+    run.path.mkdir(parents=True, exist_ok=True)
     save_config(config, run.config)
     note = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

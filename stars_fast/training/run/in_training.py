@@ -17,7 +17,7 @@ CAP = 2048
 @contextmanager
 def kept_depth(model: Any) -> Iterator[None]:
     """Leave a model with the depth and in the mode that it had; inside it is in evaluation mode."""
-    names = ("total_ut_steps", "early_exit_step", "convergence_tol")
+    names = ("total_ut_steps", "early_exit_step", "mean_recurrence", "convergence_tol")
     before = {name: getattr(model.config, name) for name in names if hasattr(model.config, name)}
     was_training = model.training
     model.eval()

@@ -4,14 +4,17 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from stars_fast.base.files import write_text
+from stars_fast.base.files import cant_write, write_text
+from stars_fast.training.plan.cards import card_of_device
 from stars_fast.training.run.trackers import Tracker
 from stars_fast.training.step.train_step import StepPlan, StepStats
 
@@ -106,35 +109,77 @@ class Meter:
 
 
 class MetricsLog:
-    """metrics.jsonl, one line a log step, flushed, and the trackers that were asked for.
+    """metrics.jsonl, one line a log step, and the trackers that were asked for.
 
-    On a resumed run lines after `step` are dropped first: those steps are run again.
+    On a resumed run lines after `step` are dropped first: those steps are run again. Lines that a
+    full disk does not take are kept and written with the next; a tracker that can't write is
+    dropped. Both are told to `say`.
     """
 
-    def __init__(self, path: Path, step: int, trackers: Sequence[Tracker] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int,
+        trackers: Sequence[Tracker] = (),
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
         write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a")
-        self._trackers = trackers
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._unwritten = b""
+        self._lock = threading.Lock()  # a save flushes the lines in its thread
+        self._trackers = list(trackers)
+        self._say = say
 
     def write(self, row: dict[str, Any]) -> None:
         """Write one line."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for tracker in self._trackers:
-            tracker.log(row, row["step"])
+        with self._lock:
+            told = bool(self._unwritten)
+            self._unwritten += (json.dumps(row) + "\n").encode()
+            try:
+                self._drain()
+            except OSError as error:
+                if not told:
+                    self._say(
+                        f"warning: {self._path} can't be written to: "
+                        f"{cant_write(self._path, error)}. Its lines are kept until it can"
+                    )
+            self._tell(lambda tracker: tracker.log(row, row["step"]))
 
     def sync(self) -> None:
-        """Flush the lines to the disk."""
-        os.fsync(self._file.fileno())
-        for tracker in self._trackers:
-            tracker.flush()
+        """Flush the lines to the disk.
+
+        Raises:
+            OSError: metrics.jsonl can't be written to.
+        """
+        with self._lock:
+            self._drain()
+            os.fsync(self._file.fileno())
+            self._tell(lambda tracker: tracker.flush())
 
     def close(self) -> None:
         """Close the file and the trackers."""
-        self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        with self._lock:
+            with suppress(OSError):  # which has been told
+                self._drain()
+            self._file.close()
+            self._tell(lambda tracker: tracker.close())
+
+    def _drain(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+
+    def _tell(self, what: Callable[[Tracker], None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                what(tracker)
+            except OSError as error:
+                self._trackers.remove(tracker)
+                self._say(
+                    f"warning: a tracker can't write: {cant_write(self._path, error)}. It is "
+                    "dropped until the run is resumed; metrics.jsonl goes on"
+                )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -156,18 +201,9 @@ def peak_memory(device: torch.device) -> int:
     return used if sys.platform == "darwin" else used * 1024
 
 
-# Dense bf16 operations a second, from NVIDIA's data sheets, by a part of the device's name; the
-# first that fits.
-_PEAKS = {
-    "A100": 312e12, "A800": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12,
-    "H800": 989e12, "H200": 989e12, "H20": 148e12, "GH200": 989e12, "B200": 2250e12,
-    "L40S": 362e12, "A40": 150e12, "A6000": 155e12,
-}  # fmt: skip
-
-
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Peak operations a second of `device` in bf16; None if not known or not computing so."""
     if device.type != "cuda" or precision == "float32":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in _PEAKS.items() if part in name), None)
+    card = card_of_device(torch.cuda.get_device_name(device))
+    return None if card is None else card.bf16

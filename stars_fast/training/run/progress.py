@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from stars_fast.base.files import FULL
 from stars_fast.training.config import RunConfig
 from stars_fast.training.step.cost import RemainingTime, relative_cost
 
@@ -77,11 +78,16 @@ class Progress:
             self.say(f"step {row['step']}/{self.steps} {text}")
 
     def say(self, text: str) -> None:
-        """Print a message above the bar."""
-        if self.speaks and self.bar is not None:
-            self.bar.write(text, file=sys.stderr)
-        elif self.speaks:
-            print(text, file=sys.stderr, flush=True)
+        """Print a message above the bar. One that a full disk does not take, to which the output
+        goes, is lost and no more."""
+        try:
+            if self.speaks and self.bar is not None:
+                self.bar.write(text, file=sys.stderr)
+            elif self.speaks:
+                print(text, file=sys.stderr, flush=True)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
 
     def close(self) -> None:
         """Take the bar away."""

@@ -1,8 +1,12 @@
 """The training loop: steps, metrics, checkpoints, resumption and the end of a run."""
 
 import signal
+import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +14,9 @@ import torch
 
 from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest
+from stars_fast.base.claim import Claim
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import cant_write
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
 from stars_fast.training.config import RunConfig
@@ -18,7 +24,12 @@ from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
 from stars_fast.training.run.deterministic import deterministic
-from stars_fast.training.run.folder import open_run, reason_to_refuse, write_results
+from stars_fast.training.run.folder import (
+    open_run,
+    owned,
+    reason_to_refuse,
+    write_results,
+)
 from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.run.progress import Progress, banner
@@ -32,6 +43,9 @@ from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.precision import rounding_warning
 from stars_fast.training.step.schedule import beyond_the_end
 from stars_fast.training.step.train_step import StepLoss, StepPlan, plan_step, train_step
+
+_LOST = int(signal.NSIG)
+"""Beside the numbers of signals: another process has taken the folder."""
 
 
 class TrainingFailure(RuntimeError):
@@ -61,11 +75,18 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
     with deterministic(config.train.deterministic), processes(config.train.device) as world:
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
-        task = Task(config, world)
-        try:
-            return Trainer(config, task, folder, world, resume).run()
-        except SaveError as error:
-            raise TrainingFailure(str(error)) from error
+        with owned(folder, config, world, resume) as claim:
+            task = Task(config, world)
+            try:
+                return Trainer(config, task, folder, world, resume, claim).run()
+            except SaveError as error:
+                newest = latest(folder.checkpoints)
+                kept = (
+                    "there is none before it"
+                    if newest is None
+                    else f"stars-fast train {folder.path} --resume goes on from {newest.name}"
+                )
+                raise TrainingFailure(f"{error}; {kept}") from error
 
 
 class _StepSize(NamedTuple):
@@ -129,6 +150,7 @@ class Trainer:
         folder: RunFolder,
         world: World,
         resume: bool = False,
+        claim: Claim | None = None,
     ) -> None:
         train = config.train.on(world.size).over(len(task.data.source))
         given, config = config, replace(config, train=train)
@@ -136,6 +158,9 @@ class Trainer:
         self.task = task
         self.folder = folder
         self.world = world
+        self.claim = claim
+        self.notes: list[str] = []
+        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self.batches = Batches(
             task.data.source,
             config.seed,
@@ -156,7 +181,12 @@ class Trainer:
                 layer.compile()
         self.optimizer = make_optimizer(config.optim, self.model)
         self.checkpoints = Checkpoints(
-            folder.checkpoints, world, config.train.keep, config.lora.wanted
+            folder.checkpoints,
+            world,
+            config.train.keep,
+            config.lora.wanted,
+            lambda text: self.say(text),
+            claim,
         )
         self.meter = Meter(world.device, peak_flops(world.device, config.precision))
         self.collapse = CollapseMonitor(task.guessing)
@@ -174,8 +204,7 @@ class Trainer:
                 f"train.steps: expected at least the {self.step:,} steps that the run in "
                 f"{folder.path} has done, got {train.total_steps:,}"
             )
-        self.begins_again = resume and folder.config.exists() and not self.step
-        self.notes: list[str] = []
+        self.begins_again = resume and folder.environment.exists() and not self.step
         if resume and folder.config.exists() and world.first:
             self.notes += changed_settings(folder, given, self.step, len(task.data.source))
         if config.memory.recompute != "none":
@@ -186,14 +215,17 @@ class Trainer:
         self.outside = task.loop.outside_block(self.size.supervised)
         self.costs = replace(config, penalty=self.penalty.as_drawn(self.size.micro_samples))
         self.progress = Progress(self.costs, self.step, self.outside, world.first)
-        if world.first:
-            open_run(folder, given, world.size)
-            task.write(folder)
-        self.log = self._open_log() if world.first else None
+        self.say = self.progress.say
+        self.log = world.together(lambda: self._open(given) if world.first else None)
         self.windows = Prefetch(self.batches, self.step, train.total_steps)
 
     def run(self) -> Outcome:
-        """All remaining steps, then the evaluation and the figures."""
+        """All remaining steps, then the evaluation and the figures.
+
+        Raises:
+            TrainingFailure: the run cannot recover.
+            SaveError: the last checkpoint could not be written.
+        """
         try:
             self._greet()
             with Interrupts() as interrupts:
@@ -205,8 +237,17 @@ class Trainer:
             self.progress.close()
             if self.log is not None:
                 self.log.close()
-            self.checkpoints.wait()
+            with suppress(SaveError):  # which has been told; what ends the run is another error
+                self.checkpoints.wait()
         return Outcome(self.step, self.folder.path, stopped)
+
+    def _end_saves(self) -> None:
+        """Wait for the last save; one that failed is tried again, as there may be room now."""
+        try:
+            self.checkpoints.wait()
+        except SaveError:
+            self._save()
+            self.checkpoints.wait()
 
     def _loop(self, interrupts: Interrupts) -> int:
         """Steps until the end or a signal; the signal's number, 0 at the end."""
@@ -222,19 +263,33 @@ class Trainer:
             self.progress.step(plan.step, sum(plan.turns) / len(plan.turns))
             if self._due(train.log_every) or self._evaluates():
                 self._record(plan)
-            stopped = self.world.largest(interrupts.received)
+            stopped = self.world.largest(_LOST if self._lost else interrupts.received)
+            if stopped == _LOST:
+                raise self._lost_folder()
             if stopped or self._due(train.save_every):
                 self._save()
             if stopped:
                 self.checkpoints.wait()
                 name = signal.Signals(stopped).name
-                self.progress.say(
+                self.say(
                     f"{name}: stopped after step {self.step}, saved; continue with "
                     f"stars-fast train {self.folder.path} --resume"
                     + (f", on {self.world.size} processes" if self.world.size > 1 else "")
                 )
                 return stopped
         return 0
+
+    @property
+    def _lost(self) -> str | None:
+        """Who has taken the run folder, as the first process knows."""
+        return None if self.claim is None else self.claim.successor
+
+    def _lost_folder(self) -> TrainingFailure:
+        return TrainingFailure(
+            f"stopped after step {self.step}: {self.folder.path} belongs to "
+            f"{self._lost or 'another process'} now, as this run was not heard of for a while; "
+            "that one goes on from the newest checkpoint"
+        )
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, is due."""
@@ -266,7 +321,7 @@ class Trainer:
             warning = self.collapse.check(row["loss"], row["penalty"])
         if warning:
             row["warning"] = warning
-            self.progress.say(f"warning at step {self.step}: {warning}")
+            self.say(f"warning at step {self.step}: {warning}")
         if self._evaluates():
             row |= self._evaluate()
         if self.log is not None:
@@ -274,16 +329,20 @@ class Trainer:
         self.progress.show(row)
         if streak >= self.config.train.max_nonfinite:
             self._save()
-            self.checkpoints.wait()
+            kept = f"The weights before them are saved in {self.folder.path}"
+            try:
+                self.checkpoints.wait()
+            except SaveError as error:
+                kept = str(error)
             raise TrainingFailure(
                 f"stopped at step {self.step}: the loss or gradient of the last {streak} steps "
-                f"was not finite. The weights before them are saved in {self.folder.path}; a new "
-                f"run with a lower optim.lr or penalty.weight, or with optim.clip, may help"
+                f"was not finite. {kept}; a new run with a lower optim.lr or penalty.weight, or "
+                f"with optim.clip, may help"
             )
 
     def _evaluate(self) -> Results:
         """The task's figures; the time they take is not the steps'."""
-        results = self.task.evaluate(self.step_loss, self.progress.say)
+        results = self.task.evaluate(self.step_loss, self.say)
         self.world.wait()
         self.progress.pause()
         self.meter.restart_clock()
@@ -292,8 +351,6 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint of this step, written while the steps go on."""
         start = time.perf_counter()
-        if self.log is not None:
-            self.log.sync()
         state = {
             "step": self.step,
             "meter": self.meter.state(),
@@ -302,13 +359,14 @@ class Trainer:
             "data": self.fingerprint,
             "base": self.task.base,
         }
-        self.checkpoints.save(self.step, self.model, self.optimizer, state)
+        before = (lambda: None) if self.log is None else self.log.sync
+        self.checkpoints.save(self.step, self.model, self.optimizer, state, before)
         self.progress.pause()
         self.meter.since += time.perf_counter() - start  # tokens/s is that of the steps
 
     def _load(self) -> None:
-        """Continue from the newest checkpoint, if there is one."""
-        checkpoint = self.world.from_first(latest(self.folder.checkpoints))
+        """Continue from the newest checkpoint that is whole, if there is one."""
+        checkpoint = self.checkpoints.whole()
         if checkpoint is None:
             return
         state = self.checkpoints.load(checkpoint, self.model, self.optimizer)
@@ -330,16 +388,30 @@ class Trainer:
     def _greet(self) -> None:
         """Say what runs."""
         batch = self.task.describe(self.size.samples, self.size.tokens)
-        self.progress.say(banner(self.costs, self.task.title, self.model, batch, self.outside))
+        self.say(banner(self.costs, self.task.title, self.model, batch, self.outside))
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
         start = f"continues after step {self.step}" if self.step else "starts"
         if self.begins_again:
             start += " anew, as there is no checkpoint to continue from"
-        self.progress.say(f"run folder {where}; {start}")
+        self.say(f"run folder {where}; {start}")
         for note in (*self.task.data.notes, *self.notes, *self._warnings()):
-            self.progress.say(note)
+            self.say(note)
         if not self.step:
             self.meter.restart_clock()
+
+    def _open(self, given: RunConfig) -> MetricsLog:
+        """The first files of the run, on the first process.
+
+        Raises:
+            ConfigError: they can't be written.
+        """
+        try:
+            open_run(self.folder, given, self.world.size)
+            self.task.write(self.folder)
+            return self._open_log()
+        except OSError as error:
+            path = self.folder.path
+            raise ConfigError(f"{path} can't be written to: {cant_write(path, error)}") from error
 
     def _open_log(self) -> MetricsLog:
         """The metrics of this run, cut back to the step that it continues from."""
@@ -354,7 +426,7 @@ class Trainer:
         )
         if len(trackers) < len(train.report_to):
             self.notes.append("TensorBoard is not installed; metrics go to metrics.jsonl")
-        return MetricsLog(self.folder.metrics, self.step, trackers)
+        return MetricsLog(self.folder.metrics, self.step, trackers, self.say)
 
     def _warnings(self) -> list[str]:
         """Warnings that a user should have before the run."""
@@ -379,17 +451,26 @@ class Trainer:
     def _finish(self) -> None:
         """The task's figures at the end of the run."""
         results = self._evaluate()
+        self._end_saves()
         if not self.world.first:
             return
-        if results:
-            write_results(self.folder, {"step": self.step, **results})
-            for line in self.task.judge.tell(results):
-                self.progress.say(line)
+        if self._lost:
+            raise self._lost_folder()
+        for line in self.task.judge.tell(results) if results else ():
+            self.say(line)
         try:
+            if results:
+                write_results(self.folder, {"step": self.step, **results})
             self._draw(results)
         except ImportError as error:
-            self.progress.say(str(error))
-        self.progress.say(f"done: {self.folder.path}")
+            self.say(str(error))
+        except OSError as error:
+            path = self.folder.path
+            raise TrainingFailure(
+                f"the figures of the run's end could not be written: {cant_write(path, error)}; "
+                f"stars-fast train {path} --resume makes them again"
+            ) from error
+        self.say(f"done: {self.folder.path}")
 
     def _draw(self, results: Results) -> None:
         """The figures: training curves, and the task's."""

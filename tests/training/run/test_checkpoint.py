@@ -1,7 +1,10 @@
 import errno
+import hashlib
+import re
 import resource
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,9 @@ import torch
 from checkpointed import Net, adamw, advance, assert_same, everything
 from torch import nn
 
-from stars_fast.base.checkpoints import checkpoints, latest, load_weights
+from stars_fast.base import checkpoints as base_checkpoints
+from stars_fast.base.checkpoints import checkpoints, latest, load_weights, saved_tensors
+from stars_fast.base.checksums import SUMS
 from stars_fast.base.errors import ConfigError
 from stars_fast.training.run import checkpoint
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
@@ -26,7 +31,8 @@ class Run:
     def __init__(self, folder, steps=0, seed=0, keep=0):
         self.net = Net(seed=seed)
         self.optimizer = adamw(self.net)
-        self.store = Checkpoints(folder, ALONE, keep)
+        self.told = []
+        self.store = Checkpoints(folder, ALONE, keep, say=self.told.append)
         advance(self.net, self.optimizer, 0, steps)
 
     def save(self, step, state=None):
@@ -186,14 +192,39 @@ def test_a_save_that_fails_leaves_no_checkpoint(run, monkeypatch, stage):
         owner = {"write_data": WRITER, "finish": WRITER, "sync": checkpoint}.get(stage, Path)
         patch.setattr(owner, stage, rename if stage == "rename" else fail)
         run.store.save(2, run.net, run.optimizer, {})
-        message = "the checkpoint of step 2 in .* could not be written: OSError: .*No space left"
-        with pytest.raises(SaveError, match=message):
-            run.store.save(3, run.net, run.optimizer, {})
-    run.store.wait()  # it is told once
+        (told,) = soon(run.told)  # before anything waits for it
+    message = (
+        r"the checkpoint of step 2 in .* could not be written: No space left on device \(.* GB"
+    )
+    assert re.match(f"warning: {message}", told)
+    assert names(run.store.folder) == [
+        "step-000001"
+    ]  # what is left of it may be what fills the disk
     assert latest(run.store.folder) == first
-    assert "writing-000002" in names(run.store.folder)
+    with pytest.raises(SaveError, match=message):
+        run.store.wait()
+    run.store.wait()  # it is told once
     run.save(3)
     assert names(run.store.folder) == ["step-000001", "step-000003"]
+
+
+def test_a_save_comes_through_after_one_that_failed(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sync", lambda path: 1 / 0)
+        run.store.save(1, run.net, run.optimizer, {})
+        soon(run.told)
+    run.store.save(2, run.net, run.optimizer, {})
+    run.store.wait()
+    assert names(run.store.folder) == ["step-000002"]
+
+
+def soon(told):
+    """The list, once something is in it."""
+    until = time.monotonic() + 30
+    while not told:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return told
 
 
 def test_a_full_disk(run):
@@ -201,7 +232,7 @@ def test_a_full_disk(run):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:
-        with pytest.raises(SaveError, match="File too large"):
+        with pytest.raises(SaveError, match=r"File too large \(.* GB free at"):
             run.save(1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -213,11 +244,18 @@ def test_a_full_disk(run):
 def test_what_was_being_removed_is_gone_with_the_next_save(tmp_path, monkeypatch):
     run, real = Run(tmp_path, keep=1), shutil.rmtree
     run.save(1)
+
+    def busy(path, **_):
+        (path / "state.pt").unlink()
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", lambda path: (path / "state.pt").unlink() or 1 / 0)
-        with pytest.raises(SaveError, match="ZeroDivisionError"):
-            run.save(2)
+        patch.setattr(shutil, "rmtree", busy)
+        run.save(2)  # the new one is whole all the same
     assert real is shutil.rmtree
+    assert run.told == [
+        f"warning: {tmp_path}/step-000001 could not be removed: Device or resource busy"
+    ]
     assert latest(tmp_path).name == "step-000002"
     assert names(tmp_path) == ["removing-000001", "step-000002"]
     run.save(3)
@@ -240,23 +278,114 @@ def shorten(file):
     file.write_bytes(file.read_bytes()[:100])
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("__0_0.distcp", shorten),
-        ("__0_0.distcp", Path.unlink),
-        (".metadata", shorten),
-        ("state.pt", shorten),
-    ],
-)
-def test_a_damaged_checkpoint_is_named(run, other, name, damage):
-    path = run.save(3)
+def invert(file):
+    """Eight bytes in the middle, as a bad sector or a memory that forgets would."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
+    file.write_bytes(content)
+
+
+DAMAGES = [
+    (name, damage)
+    for name in ("__0_0.distcp", ".metadata", "state.pt", SUMS)
+    for damage in (invert, shorten, Path.unlink)
+    if (name, damage) != (SUMS, Path.unlink)  # as it was before there were checksums
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_set_aside(run, other, name, damage):
+    expected, before, path = run.all(), run.save(2), run.save(3)
+    assert other.store.whole() == path
     damage(path / name)
-    with pytest.raises(ConfigError, match=f"{path} is damaged, or no checkpoint: "):
-        other.load(path)
-    if name != "state.pt":
-        with pytest.raises(ConfigError, match=f"{path} is damaged, or no checkpoint: "):
-            load_weights(path, other.net)
+    hint = "; step-000002 before it is whole (--step 2)"
+    for load in (lambda: load_weights(path, other.net), lambda: saved_tensors(path)):
+        with pytest.raises(ConfigError, match=f"{path} is damaged, or no checkpoint: .*") as error:
+            load()
+        assert str(error.value).endswith(hint)
+    assert other.store.whole() == before
+    (told,) = other.told
+    assert re.match(f"warning: {path} is damaged: .*{name}", told)
+    assert "It is kept as damaged-000003; the run continues from step-000002" in told
+    assert names(path.parent) == ["damaged-000003", "step-000002"]
+    other.load(before)
+    assert_same(other.all(), expected)
+    other.save(3)
+    damage(path / name)
+    assert other.store.whole() == before
+    assert names(path.parent) == ["damaged-000003", "damaged-000003.2", "step-000002"]
+
+
+def test_what_a_flipped_bit_of_a_weight_was_before(run, other):
+    """It loaded: nothing but the checksum tells."""
+    path = run.save(3)
+    (path / SUMS).unlink()
+    weights = path / "__0_0.distcp"
+    content = bytearray(weights.read_bytes())
+    place = content.index(run.net.body.weight.detach().numpy().tobytes())
+    content[place + 3] ^= 0x40
+    weights.write_bytes(content)
+    load_weights(path, other.net)
+    assert not torch.equal(other.net.body.weight, run.net.body.weight)
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused_and_left_as_it_is(run, other):
+    for step in (2, 3):
+        shorten(run.save(step) / "state.pt")
+    with pytest.raises(
+        ConfigError, match=r"step-000003 is damaged.*no checkpoint of this run is wh"
+    ):
+        other.store.whole()
+    assert names(run.store.folder) == ["step-000002", "step-000003"]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.pt"])
+def test_checkpoints_of_before_there_were_checksums(run, other, name):
+    expected = run.all()
+    for step in (2, 3):
+        (run.save(step) / SUMS).unlink()
+    path = run.store.folder / "step-000003"
+    assert other.store.whole() == path
+    other.load(path)
+    assert_same(other.all(), expected)
+    shorten(path / name)
+    assert other.store.whole().name == "step-000002"
+
+
+def test_the_checksums_are_those_of_sha256sum(run):
+    path = run.save(3)
+    lines = dict(reversed(line.split("  ")) for line in (path / SUMS).read_text().splitlines())
+    assert sorted([*lines, SUMS]) == names(path)
+    for name, value in lines.items():
+        assert value == hashlib.sha256((path / name).read_bytes()).hexdigest()
+
+
+def test_files_that_cannot_be_read_just_now_are_no_damage(run, other, monkeypatch):
+    path = run.save(3)
+
+    def refuse(_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(base_checkpoints, "checksum", refuse)
+    with pytest.raises(ConfigError, match=r"\.metadata can't be read: Permission denied"):
+        other.store.whole()
+    assert names(path.parent) == ["step-000003"]
+
+
+def test_nothing_is_written_once_another_owns_the_folder(run):
+    first = run.save(1)
+
+    class Lost:
+        successor = "process 7 on far"
+
+        def check(self):
+            return False
+
+    run.store = Checkpoints(run.store.folder, ALONE, keep=1, claim=Lost())
+    with pytest.raises(SaveError, match="its folder belongs to process 7 on far now"):
+        run.save(2)
+    assert names(run.store.folder) == [first.name]
 
 
 class Wider(Net):

@@ -1,0 +1,98 @@
+"""Bytes of a run on one GPU, by count: what a micro-batch keeps, and what is there anyway."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stars_fast.models.shape import Shape
+from stars_fast.training.plan.cards import Card
+from stars_fast.training.scale.budget import USABLE
+from stars_fast.training.scale.memory import GIB, Activations
+
+CONTEXT = 0.6 * GIB
+"""CUDA's context, its libraries and NCCL's buffers (taken, not measured)."""
+
+LOGITS = 0.5 * GIB
+"""A chunk of logits in the loss (`ops.linear_cross_entropy`)."""
+
+MACHINE = 8
+"""GPUs of a machine, among which hsdp shares out the weights."""
+
+
+def activations(shape: Shape, tokens: float, positions: float, config: Any) -> Activations:
+    """Bytes that a micro-batch of so many tokens, and so many targets, keeps for the backward."""
+    low = config.precision != "float32"
+    size = 2 if low else 4
+    d, f = shape.width, shape.inner
+    cast = config.precision == "mixed" and not config.parallel.sharded and not config.lora.wanted
+    weights = 0 if config.lora.wanted else size * shape.block_weights
+    rank = config.lora.rank or 0
+    adapters = rank * (7 if shape.gated else 6)
+    inner = (3 if shape.gated else 2) * f
+    layer = (size * (6 * d + 2 * shape.queries + 2 * shape.keys + inner + adapters)) * tokens
+    layer += 4 * shape.heads * tokens
+    again = size * (2 * d + f) * tokens if shape.native else 0
+    state = size * d * tokens
+    own = 2 * shape.layer_weights if cast else 0
+
+    def turn(each: float) -> int:
+        return round(shape.layers * each + state * (3 if shape.injection else 1))
+
+    rest = positions * d * size + shape.outside * layer
+    rest += 0 if config.lora.wanted else (2 * size if cast else size) * shape.head_weights
+    return Activations(
+        state=round(state),
+        turn=turn(layer),
+        layer=round(layer + own),
+        turn_selective=turn(layer - again),
+        turn_by_layer=turn(state),
+        dual=2 * turn(layer) + round(2 * state),
+        dual_layer=round(2 * layer + own),
+        dual_selective=2 * turn(layer - again) + round(2 * state),
+        dual_by_layer=2 * turn(state) + round(2 * state),
+        rest=round(rest),
+        shared=2 * shape.block_weights if cast else 0,
+        copies=2 * shape.block_weights if cast else 0,
+        weights=0 if cast or (_alone(config) and config.train.accumulation == 1) else weights,
+    )
+
+
+def _alone(config: Any) -> bool:
+    return not config.parallel.sharded
+
+
+def held(shape: Shape, config: Any, gpus: int) -> int:
+    """Bytes of weights, gradients, averages and what FSDP gathers, on one GPU."""
+    parameters, parallel = shape.parameters, config.parallel
+    full = 2 if config.precision == "bfloat16" else 4
+    low = 4 if config.precision == "float32" else 2
+    biggest = full * shape.head_weights
+    frozen = parameters * low if config.lora.wanted else 0
+    moved = trained(shape, config)
+    share = {"fsdp": gpus, "hsdp": parallel.shard or min(gpus, MACHINE)}.get(parallel.kind, 1)
+    total = (4 * full * moved + frozen) / share
+    if parallel.sharded:
+        unit = max(shape.layer_weights, parameters - shape.block_weights)
+        gathered = (unit if parallel.reshard else parameters) + 2 * unit
+        total = (0 if parallel.offload else total) + low * gathered
+        total += 4 * moved if config.train.accumulation > 1 else 0
+        biggest = biggest // share
+    return round(total + (0 if config.lora.wanted else biggest))
+
+
+def trained(shape: Shape, config: Any) -> int:
+    """Parameters that the optimiser moves: all, or LoRA adapters on every linear map of the
+    block."""
+    if not config.lora.wanted:
+        return shape.parameters
+    d, q, k, f = shape.width, shape.queries, shape.keys, shape.inner
+    layer = 2 * (d + q) + 2 * (d + k) + (3 if shape.gated else 2) * (d + f)
+    return config.lora.rank * shape.layers * layer
+
+
+def budget(shape: Shape, config: Any, gpus: int, card: Card) -> int:
+    """Bytes that activations may take; as `scale.budget` has it on a device."""
+    if config.memory.budget is not None:
+        return round(config.memory.budget * GIB)
+    free = card.memory - CONTEXT - LOGITS - held(shape, config, gpus)
+    return max(int(USABLE * free), 0)

@@ -1,0 +1,203 @@
+"""The plan of a run on given GPUs: time, memory, and what limits it, before anything is made.
+
+recipe -> shape, rows -> passes.py: work, on a card at its rates -> seconds ---+
+                      -> memory.py: bytes -> choose() -> what is recomputed ---+-> Plan
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from stars_fast.base.errors import ConfigError
+from stars_fast.models.families import family_named
+from stars_fast.training.plan import memory
+from stars_fast.training.plan.cards import Gpus
+from stars_fast.training.plan.passes import Machine
+from stars_fast.training.plan.rates import rates
+from stars_fast.training.plan.rows import rows_of
+from stars_fast.training.plan.steps import (
+    Run,
+    Way,
+    choice_of,
+    has_published,
+    published_way,
+    way,
+)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Memory of a GPU in bytes.
+
+    total: what PyTorch sees. held: weights, gradients, averages, what is gathered, and CUDA's own.
+    activations: at the peak of the deepest step. budget: for them. usual, deepest: what is
+    recomputed at the usual and at the largest number of turns. fits: whether it does.
+    """
+
+    total: float
+    held: float
+    activations: float
+    budget: float
+    usual: str
+    deepest: str
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run before it runs.
+
+    run, gpus, model, method: their names. parameters, trained: of the model, and those that the
+    optimiser moves. turns, most_turns: mean and largest number. rows, accumulation: of a step, and
+    micro-batches of it on a GPU. tokens_a_row, documents_a_row: without pads. steps, tokens: of the
+    run; None where the recipe does not say. ours, sft, published: the ways to run it: as the recipe
+    says, SFT at `train.reference_turns`, and the published way, where there is one. fitting:
+    options by each of which it would fit, where it does not.
+    """
+
+    run: str
+    gpus: str
+    model: str
+    parameters: int
+    trained: int
+    method: str
+    turns: float
+    most_turns: int
+    rows: int
+    accumulation: int
+    tokens_a_row: float
+    documents_a_row: float
+    steps: int | None
+    tokens: float | None
+    ours: Way
+    sft: Way
+    published: Way | None
+    memory: Fit
+    fitting: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+def plan(config: Any, gpus: Gpus, document: int = 600) -> Plan:
+    """The plan of a run of `config` on `gpus`, documents of `document` tokens where the recipe does
+    not say how long they are.
+
+    Raises:
+        ConfigError: the model's sizes can't be told, or the batch can't be divided so.
+    """
+    run = _read(config, gpus, document)
+    steps = _steps(run)
+    config = run.config
+    chances = config.depth.chances(config.train.steps or 10**9)
+    most = max(turns for turns, _ in chances)
+    reference = config.train.reference_turns
+    sft = way(run, [(reference, 1.0)], steps, penalised=False)
+    ours = way(run, chances, steps, config.penalised)
+    published = published_way(run, chances, steps, config.penalised) if has_published(run) else None
+    if config.penalised and steps is not None and config.penalty.start_step:
+        before = min(config.penalty.start_step / steps, 1.0)  # the part of the run without it
+        ours = _shorter(ours, way(run, chances, steps, False), before)
+        if published is not None:
+            published = _shorter(published, published_way(run, chances, steps, False), before)
+    fit = _fit(run, chances)
+    shape = run.shape
+    rows = config.train.batch_size
+    return Plan(
+        run=config.name,
+        gpus=f"{gpus.number}x{gpus.card.name}",
+        model=family_named(config.model.family).describe(config.model),
+        parameters=shape.parameters,
+        trained=memory.trained(shape, config),
+        method=config.method,
+        turns=sum(turns * chance for turns, chance in chances),
+        most_turns=most,
+        rows=rows,
+        accumulation=config.train.accumulation,
+        tokens_a_row=run.rows.tokens,
+        documents_a_row=len(run.rows.lengths),
+        steps=steps,
+        tokens=None if steps is None else steps * rows * run.rows.tokens,
+        ours=ours,
+        sft=sft,
+        published=published,
+        memory=fit,
+        fitting=[] if fit.fits else _what_fits(config, gpus, document, chances),
+    )
+
+
+def _shorter(whole: Way, without: Way, before: float) -> Way:
+    """A way whose run begins, for a part `before` of it, `without` the penalty."""
+    assert whole.hours is not None
+    assert without.hours is not None
+    return replace(whole, hours=before * without.hours + (1 - before) * whole.hours)
+
+
+def _read(config: Any, gpus: Gpus, document: int) -> Run:
+    try:
+        train = config.train.on(gpus.number)
+    except ValueError as error:
+        raise ConfigError(f"train: {error}") from error
+    config = replace(config, train=train)
+    shape = family_named(config.model.family).shape(config.model)
+    machine = Machine(gpus.card, rates(), config.precision != "float32")
+    rows = rows_of(config.data, document)
+    micro = train.batch_size // (gpus.number * train.accumulation)
+    return Run(config, shape, rows, gpus, machine, micro)
+
+
+def _steps(run: Run) -> int | None:
+    train = run.config.train
+    if train.steps is None and run.rows.units is None:
+        return None
+    return train.steps or max(round(train.epochs * run.rows.units / train.batch_size), 1)
+
+
+def _fit(run: Run, chances: list[tuple[int, float]]) -> Fit:
+    config, penalised = run.config, run.config.penalised
+    usual = round(sum(turns * chance for turns, chance in chances))
+    most = max(turns for turns, _ in chances)
+    deepest = choice_of(run, most, penalised)
+    assert deepest.budget is not None
+    held = memory.held(run.shape, config, run.gpus.number) + memory.CONTEXT + memory.LOGITS
+    return Fit(
+        total=run.gpus.card.memory,
+        held=held,
+        activations=deepest.peak,
+        budget=deepest.budget,
+        usual=choice_of(run, usual, penalised).recompute.describe(),
+        deepest=deepest.recompute.describe(),
+        fits=deepest.fits and held < run.gpus.card.memory,
+    )
+
+
+def _what_fits(
+    config: Any, gpus: Gpus, document: int, chances: list[tuple[int, float]]
+) -> list[str]:
+    """Changes by which it fits, each by itself, the mildest first."""
+    parallel, train = config.parallel, config.train
+    tries: list[tuple[str, Any]] = []
+    for micro in (8, 4, 2, 1):
+        if train.micro_batch_size is not None and micro < train.micro_batch_size:
+            smaller = replace(train, micro_batch_size=micro, accumulation=1)
+            tries.append((f"--train.micro_batch_size {micro}", replace(config, train=smaller)))
+    if family_named(config.model.family).shards and not config.lora.wanted:
+        for words, changes in (
+            ("--parallel.kind fsdp", {"kind": "fsdp"}),
+            ("--parallel.kind fsdp --parallel.reshard true", {"kind": "fsdp", "reshard": True}),
+            (
+                "--parallel.kind fsdp --parallel.reshard true --parallel.offload true",
+                {"kind": "fsdp", "reshard": True, "offload": True},
+            ),
+        ):
+            tries.append((words, replace(config, parallel=replace(parallel, **changes))))
+    if not config.lora.wanted:
+        tries.append(("--lora.rank 16", replace(config, lora=replace(config.lora, rank=16))))
+    found = []
+    for words, changed in tries:
+        run = _read(changed, gpus, document)
+        if _fit(run, chances).fits:
+            found.append(words)
+    return found

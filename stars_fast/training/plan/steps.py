@@ -1,0 +1,236 @@
+"""The seconds of a step: its micro-batches, what is done a second time, the update, the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from stars_fast.models.shape import Shape
+from stars_fast.training.plan import memory, passes
+from stars_fast.training.plan.cards import Gpus
+from stars_fast.training.plan.passes import Machine, Seconds
+from stars_fast.training.plan.published import (
+    published_head,
+    published_penalty,
+    published_turn,
+)
+from stars_fast.training.plan.rows import Rows
+from stars_fast.training.scale.memory import Choice, choose
+from stars_fast.training.step.methods import penalty_of
+from stars_fast.training.step.turns import Recompute
+
+ADAMW = 28
+"""Bytes of fp32 that AdamW reads and writes a parameter: weight, gradient, two averages."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the steps.
+
+    seconds: of a step. parts: seconds of the GPU's work by what it is, of the GPU's waiting for the
+    host, and of the network that shows. limit: the largest of them in a word. tokens: a second and
+    GPU. mfu: of the card's peak, what is recomputed not counted. hours: of the run; None where its
+    length is not known.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    limit: str
+    tokens: float
+    mfu: float
+    hours: float | None
+
+
+LIMITS = {
+    "products": "tensor cores", "attention": "tensor cores", "traffic": "memory bandwidth",
+    "recompute": "memory", "host": "host", "network": "network",
+}  # fmt: skip
+"""The cause of each part of a step, as users know it."""
+
+
+class Run(NamedTuple):
+    """A recipe, read for a number of GPUs; `micro` are the rows of a micro-batch."""
+
+    config: Any
+    shape: Shape
+    rows: Rows
+    gpus: Gpus
+    machine: Machine
+    micro: int
+
+    @property
+    def lengths(self) -> list[float]:
+        """Documents of a micro-batch."""
+        return self.rows.lengths * self.micro
+
+    @property
+    def tokens(self) -> float:
+        return sum(self.lengths)
+
+    @property
+    def positions(self) -> float:
+        return self.rows.supervised * self.tokens
+
+
+def choice_of(run: Run, turns: int, penalised: bool) -> Choice:
+    config = run.config
+    kept = memory.activations(run.shape, run.tokens, run.positions, config)
+    room = memory.budget(run.shape, config, run.gpus.number, run.gpus.card)
+    in_graph = min(turns, config.train.backprop_turns or turns)
+    dual = penalised and penalty_of(config).needs_dual
+    if dual:
+        in_graph -= penalty_of(config).last_turns
+    return choose(config.memory, kept, room, in_graph, dual)
+
+
+def way(run: Run, chances: list[tuple[int, float]], steps: int | None, penalised: bool) -> Way:
+    """Our steps; `chances` are those of the numbers of turns."""
+    total, needed, overlap = Seconds(), 0.0, 0.0
+    for turns, chance in chances:
+        found, flops, last = micro_batch(run, turns, penalised)
+        total, needed = total + found * chance, needed + chance * flops
+        overlap += chance * last
+    window = run.config.train.accumulation
+    total = total * window + _update(run)
+    return _told(run, total, needed * window, _network(run, chances, overlap), steps)
+
+
+def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, float]:
+    """A micro-batch at so many turns: its seconds, the FLOPs it needs, and the seconds of its last
+    backward of a turn, beside which gradients travel."""
+    config, shape, lengths, machine = run.config, run.shape, run.lengths, run.machine
+    frozen = config.lora.wanted
+    penalty = penalty_of(config)
+    dual = penalised and penalty.needs_dual
+    part = config.penalty.fraction if dual else 0.0
+    forward, backward = (
+        passes.turn(shape, lengths, machine, backward=each, frozen=frozen) for each in (False, True)
+    )
+    in_graph = min(turns, config.train.backprop_turns or turns)
+    plain = turns - (part if dual and penalty.last_turns else 0.0)
+    total = forward * plain + backward * (plain - turns + in_graph)
+    if dual:
+        into, back = (
+            passes.turn(shape, lengths, machine, backward=each, dual=True, frozen=frozen)
+            for each in (False, True)
+        )
+        total += (into * config.penalty.power_steps + back) * part
+    elif penalised:
+        total += Seconds(traffic=machine.moved(6 * machine.itemsize * shape.width * run.tokens))
+    outside = shape.outside / shape.layers
+    total += (forward + backward) * outside
+    total += passes.head(shape, run.positions, machine, frozen=frozen)
+    total += _weights(run, in_graph + 2 * part)
+    choice = choice_of(run, turns, penalised)
+    total += _again(run, choice.recompute, in_graph, part, forward)
+    plain_flops = passes.turn_flops(shape, lengths)
+    needed = plain_flops * (plain - (turns - in_graph) * 2 / 3 + outside)
+    needed += part * passes.turn_flops(shape, lengths, dual=True)
+    needed += 6 * shape.head_weights * run.positions
+    return total, needed * (2 / 3 if frozen else 1), backward.gpu
+
+
+def _again(run: Run, recompute: Recompute, turns: int, part: float, forward: Seconds) -> Seconds:
+    """Work that a step does a second time."""
+    again = min(recompute.turns, turns)
+    found = (forward * again).again
+    if recompute.dual:
+        into = passes.turn(run.shape, run.lengths, run.machine, backward=False, dual=True)
+        found += (into * part).again
+    if recompute.selective and run.shape.native:
+        kept = turns - again + (0 if recompute.dual else 2 * part)
+        found += passes.norms_and_gates(run.shape, run.tokens, run.machine) * kept
+    return found
+
+
+def _weights(run: Run, turns: float) -> Seconds:
+    """Traffic of weights and their gradients: each turn adds to the sums; under autocast weights
+    are cast once a micro-batch, and their gradients back."""
+    if run.config.lora.wanted:
+        return Seconds()
+    weights, size = run.shape.block_weights, run.machine.itemsize
+    moved = 3.0 * size * weights * max(turns - 1, 0)
+    if run.config.precision == "mixed":
+        moved += (6 + 6) * weights
+    moved += 3 * (2 if run.config.precision == "bfloat16" else 4) * weights  # to the gradient
+    return Seconds(traffic=run.machine.moved(moved))
+
+
+def _update(run: Run) -> Seconds:
+    """Norm of the gradients and AdamW."""
+    config, shape = run.config, run.shape
+    number = float(memory.trained(shape, config))
+    if config.parallel.sharded:
+        number /= run.gpus.number
+    size = (ADAMW + 12) * (0.5 if config.precision == "bfloat16" else 1)
+    return Seconds(traffic=run.machine.moved(size * number))
+
+
+def _network(run: Run, chances: list[tuple[int, float]], overlap: float) -> float:
+    """Seconds of a step in which the GPU waits for its neighbours."""
+    count, config, shape = run.gpus.number, run.config, run.shape
+    if count == 1:
+        return 0.0
+    number = memory.trained(shape, config)
+    share, link = (count - 1) / count, run.gpus.card.link
+    full = 2 if config.precision == "bfloat16" else 4
+    if not config.parallel.sharded:
+        return max(2 * share * full * number / link - overlap, 0.0)
+    turns = sum(n * chance for n, chance in chances)
+    low = 4 if config.precision == "float32" else 2
+    gathers = 2 * turns * config.train.accumulation if config.parallel.reshard else 1
+    gather = share * low * number / link
+    hidden = min(gather, overlap / 2)  # behind the layer before
+    reduce = max(share * 4 * number / link - overlap, 0.0)
+    return gathers * (gather - hidden) + reduce
+
+
+def has_published(run: Run) -> bool:
+    """Whether there is a published way to run it: of Ouro, all weights trained."""
+    penalty = penalty_of(run.config)
+    known = penalty.needs_dual or not run.config.penalised
+    return run.config.model.family == "ouro" and not run.config.lora.wanted and known
+
+
+def published_way(
+    run: Run, chances: list[tuple[int, float]], steps: int | None, penalised: bool
+) -> Way:
+    """The same objective on all samples the published way, one document at a time."""
+    shape, lengths, machine = run.shape, run.lengths, run.machine
+    turns = sum(n * chance for n, chance in chances)
+    total = published_turn(shape, lengths, machine) * turns
+    total += published_head(shape, run.tokens, machine)
+    needed = turns * passes.turn_flops(shape, lengths)
+    if penalised:
+        total += published_penalty(shape, lengths, machine)
+        needed += 2 * passes.turn_flops(shape, lengths)
+    window = run.config.train.accumulation
+    total = total * window + _update(run)
+    return _told(run, total, needed * window, _network(run, chances, 0.0), steps)
+
+
+def _told(run: Run, total: Seconds, needed: float, network: float, steps: int | None) -> Way:
+    waits = max(total.host - total.gpu, 0.0)
+    parts = {
+        "products": total.products,
+        "attention": total.attention,
+        "traffic": total.traffic,
+        "recompute": total.recompute,
+        "host": waits,
+        "network": network,
+    }
+    seconds = sum(parts.values())
+    blame: dict[str, float] = {}
+    for name, each in parts.items():
+        blame[LIMITS[name]] = blame.get(LIMITS[name], 0.0) + each
+    if waits > 0:  # whatever the GPU does, it would wait
+        blame = {"host": waits, "network": network}
+    tokens = run.config.train.batch_size * run.rows.tokens / run.gpus.number
+    return Way(
+        seconds=seconds,
+        parts=parts,
+        limit=max(blame, key=lambda name: blame[name]),
+        tokens=tokens / seconds,
+        mfu=needed / seconds / run.machine.peak,
+        hours=None if steps is None else steps * seconds / 3600,
+    )
