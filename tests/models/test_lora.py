@@ -371,7 +371,7 @@ def test_an_adapter_without_whole_weights_is_named(tmp_path):
     write_adapter(adapted(ouro()).model, tmp_path / "adapter", "base", True)
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:200])
-    with pytest.raises(ValueError, match="adapter: its adapter's weights can't be read: .*header"):
+    with pytest.raises(ValueError, match=r"adapter: its adapter's weights can't be read: .*header"):
         load_adapter(tmp_path / "adapter", ouro().model)
     weights.unlink()
     with pytest.raises(ValueError, match=r"adapter: expected adapter_model.safetensors beside"):
