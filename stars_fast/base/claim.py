@@ -6,8 +6,9 @@ owner is and is touched while the owner lives. So one that is left by a dead own
 number N + 1, which one process alone can make, and an owner that was taken for dead, such as one
 of a machine that slept, sees the higher number and knows that it has lost the folder.
 
-Whether an owner lives is told on its own machine by its process, wherever else by the touches: no
-two clocks are compared, only times that the file system itself gave.
+Whether an owner lives is told on its own machine by its process, wherever else by the touches, for
+which this process waits by its own clock: those of two machines may differ, and some file systems
+give times of the machine that writes.
 """
 
 import json
@@ -28,6 +29,8 @@ BEAT = 5.0
 """Seconds between two touches of a claim."""
 LAPSE = 60.0
 """Seconds without a touch after which the owner on another machine counts as dead."""
+_LONG_AGO = 3600.0
+"""Seconds since the last touch that no two clocks differ by, so that there is no need to wait."""
 _POLL = 0.5
 _RELEASED = ".released"
 
@@ -89,19 +92,25 @@ class Claim:
         return self.successor is None
 
     def release(self) -> None:
-        """Give the folder back."""
+        """Give the folder back; a second time it does nothing."""
         self._stop.set()
         self._thread.join()
         with suppress(OSError):  # whoever comes next finds the process gone
-            self._path.rename(self._path.with_name(self._path.name + _RELEASED))
+            if _read(self._path) == self._owner:
+                self._path.rename(self._released)
 
     def withdraw(self) -> None:
         """Give the folder back as it was found: folders made for the claim go where empty."""
         self.release()
         with suppress(OSError):  # a folder that is not empty stays
-            self._path.with_name(self._path.name + _RELEASED).unlink()
+            if _read(self._released) == self._owner:
+                self._released.unlink()
             for made in (self._place, *self._made):
                 made.rmdir()
+
+    @property
+    def _released(self) -> Path:
+        return self._path.with_name(self._path.name + _RELEASED)
 
     def _take(self, say: Callable[[str], None]) -> tuple[Path, Owner]:
         while True:
@@ -177,23 +186,24 @@ def _read(path: Path) -> Owner | None:
 
 def _lives(path: Path, say: Callable[[str], None]) -> bool:
     """Whether the owner of a claim is at work; where only its touches can tell, once they do."""
-    told = False
+    told, began = False, time.monotonic()
     first = look = _look(path)
     while first is not None and look is not None and look.st_mtime_ns == first.st_mtime_ns:
         owner = _read(path)
         if owner is not None and owner.machine and owner.machine == _machine():
-            if _started(owner.pid) != owner.started:
+            same = _started(owner.pid) == owner.started
+            if not same and not _hidden(owner.pid):
                 return False
-            if look.st_ino == owner.file:
+            if same and look.st_ino == owner.file:
                 return True
-        silent = _now(path.parent) - look.st_mtime
-        if silent > LAPSE:
+        waited = time.monotonic() - began
+        if waited > LAPSE or _now(path.parent) - look.st_mtime > _LONG_AGO:
             return False
-        if silent > 2 * BEAT and not told:
+        if waited > 2 * BEAT and not told:
             told = True
             say(
-                f"{path.parent.parent} was claimed by {owner or 'another process'}, last heard of "
-                f"{silent:.0f} s ago; waiting up to {LAPSE - silent:.0f} s for a sign of life"
+                f"{path.parent.parent} was claimed by {owner or 'another process'}, not heard of "
+                f"since; waiting up to {LAPSE - waited:.0f} s more for a sign of life"
             )
         time.sleep(_POLL)
         look = _look(path)
@@ -233,3 +243,15 @@ def _started(pid: int) -> str | None:
     except OSError:
         return None
     return None if fields[0] in "ZX" else fields[19]
+
+
+def _hidden(pid: int) -> bool:
+    """Whether a process is there of which this one may not know more, as of other users' with
+    /proc mounted hidepid."""
+    if Path(f"/proc/{pid}").exists():
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return False

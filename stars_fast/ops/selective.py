@@ -80,8 +80,10 @@ _known: ContextVar[WeakIdKeyDictionary | None] = ContextVar("known", default=Non
 def remember(made: Tensor, op: str, *args: Any, function: str = "") -> Tensor:
     """`made`, which `implementation(op, args[0], function)(*args)` gives; inside of `recording` it
     is noted. The backward of the op itself must keep the arguments."""
+    if torch.compiler.is_compiling():  # first: compilers know this, and no context variables
+        return made
     known = _known.get()
-    if known is None or torch.compiler.is_compiling():
+    if known is None:
         return made
     storage = made.untyped_storage()
     whole = made.is_contiguous() and storage.nbytes() == made.numel() * made.element_size()

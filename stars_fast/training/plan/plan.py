@@ -95,6 +95,13 @@ def plan(config: Any, gpus: Gpus, document: int = 600) -> Plan:
     most = max(turns for turns, _ in chances)
     reference = config.train.reference_turns
     sft = way(run, [(reference, 1.0)], steps, penalised=False)
+    ours = way(run, chances, steps, config.penalised)
+    published = published_way(run, chances, steps, config.penalised) if has_published(run) else None
+    if config.penalised and steps is not None and config.penalty.start_step:
+        before = min(config.penalty.start_step / steps, 1.0)  # the part of the run without it
+        ours = _shorter(ours, way(run, chances, steps, False), before)
+        if published is not None:
+            published = _shorter(published, published_way(run, chances, steps, False), before)
     fit = _fit(run, chances)
     shape = run.shape
     rows = config.train.batch_size
@@ -113,12 +120,19 @@ def plan(config: Any, gpus: Gpus, document: int = 600) -> Plan:
         documents_a_row=len(run.rows.lengths),
         steps=steps,
         tokens=None if steps is None else steps * rows * run.rows.tokens,
-        ours=way(run, chances, steps, config.penalised),
+        ours=ours,
         sft=sft,
-        published=published_way(run, chances, steps) if has_published(run) else None,
+        published=published,
         memory=fit,
         fitting=[] if fit.fits else _what_fits(config, gpus, document, chances),
     )
+
+
+def _shorter(whole: Way, without: Way, before: float) -> Way:
+    """A way whose run begins, for a part `before` of it, `without` the penalty."""
+    assert whole.hours is not None
+    assert without.hours is not None
+    return replace(whole, hours=before * without.hours + (1 - before) * whole.hours)
 
 
 def _read(config: Any, gpus: Gpus, document: int) -> Run:
@@ -130,7 +144,7 @@ def _read(config: Any, gpus: Gpus, document: int) -> Run:
     shape = family_named(config.model.family).shape(config.model)
     machine = Machine(gpus.card, rates(), config.precision != "float32")
     rows = rows_of(config.data, document)
-    micro = train.batch_size / (gpus.number * train.accumulation)
+    micro = train.batch_size // (gpus.number * train.accumulation)
     return Run(config, shape, rows, gpus, machine, micro)
 
 

@@ -49,19 +49,19 @@ LIMITS = {
 
 
 class Run(NamedTuple):
-    """A recipe, read for a number of GPUs."""
+    """A recipe, read for a number of GPUs; `micro` are the rows of a micro-batch."""
 
     config: Any
     shape: Shape
     rows: Rows
     gpus: Gpus
     machine: Machine
-    micro: float  # rows of a micro-batch
+    micro: int
 
     @property
     def lengths(self) -> list[float]:
         """Documents of a micro-batch."""
-        return self.rows.lengths * round(self.micro) if self.micro >= 1 else self.rows.lengths
+        return self.rows.lengths * self.micro
 
     @property
     def tokens(self) -> float:
@@ -192,14 +192,16 @@ def has_published(run: Run) -> bool:
     return run.config.model.family == "ouro" and not run.config.lora.wanted and known
 
 
-def published_way(run: Run, chances: list[tuple[int, float]], steps: int | None) -> Way:
+def published_way(
+    run: Run, chances: list[tuple[int, float]], steps: int | None, penalised: bool
+) -> Way:
     """The same objective on all samples the published way, one document at a time."""
     shape, lengths, machine = run.shape, run.lengths, run.machine
     turns = sum(n * chance for n, chance in chances)
     total = published_turn(shape, lengths, machine) * turns
     total += published_head(shape, run.tokens, machine)
     needed = turns * passes.turn_flops(shape, lengths)
-    if run.config.penalised:
+    if penalised:
         total += published_penalty(shape, lengths, machine)
         needed += 2 * passes.turn_flops(shape, lengths)
     window = run.config.train.accumulation

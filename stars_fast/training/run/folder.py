@@ -78,11 +78,12 @@ def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | N
     try:
         if not run.path.exists() or not _entries(run):
             return None
-        begun = _entries(run) - {run.config.name}
+        # Of a run that died before it took a step; not a recipe that lies there
+        begun = _begun(run) or not (run.path / claim.FOLDER).exists()
     except OSError as error:
         return f"{run.path} can't be a run folder: {error.strerror}"
     if not resume and not begun:
-        return None  # a process died before it took a step
+        return None
     if not resume:
         return (
             f"{run.path} exists; continue that run with --resume, or choose another folder "
@@ -123,6 +124,11 @@ def _entries(run: RunFolder) -> set[str]:
     return {path.name for path in run.path.iterdir()} - aside
 
 
+def _begun(run: RunFolder) -> bool:
+    """Whether more than a configuration is in the folder."""
+    return bool(_entries(run) - {run.config.name})
+
+
 @contextmanager
 def owned(run: RunFolder, config: RunConfig, world: World, resume: bool) -> Iterator[Claim | None]:
     """Have the folder to this run alone: the claim of the first process, None on the others.
@@ -133,29 +139,32 @@ def owned(run: RunFolder, config: RunConfig, world: World, resume: bool) -> Iter
     Raises:
         ConfigError: on all processes, if another run owns the folder or `config` can't be run here.
     """
-    held = world.together(lambda: _claim(run, config, resume) if world.first else None)
+    held, fresh = world.together(
+        lambda: _claim(run, config, resume) if world.first else (None, False)
+    )
     try:
         yield held
     except Exception:
-        if held is not None and not _entries(run) - {run.config.name}:
-            with suppress(OSError):
+        with suppress(OSError):
+            if held is not None and fresh and not _begun(run):
                 run.config.unlink()
-            held.withdraw()
-            held = None
+                held.withdraw()
         raise
     finally:
         if held is not None:
             held.release()
 
 
-def _claim(run: RunFolder, config: RunConfig, resume: bool) -> Claim:
+def _claim(run: RunFolder, config: RunConfig, resume: bool) -> tuple[Claim, bool]:
+    """The claim, and whether the folder held no configuration before."""
     held = Claim(run.path, lambda text: print(text, file=sys.stderr, flush=True))
     try:
         # Again: another run may have come and gone since it was asked
         refusal = reason_to_refuse(run, config, resume)
         if refusal is not None:
             raise ConfigError(refusal)
-        if not (resume and run.config.exists()):
+        fresh = not run.config.exists()
+        if fresh or not resume:
             save_config(config, run.config)
     except OSError as error:
         held.withdraw()
@@ -165,7 +174,7 @@ def _claim(run: RunFolder, config: RunConfig, resume: bool) -> Claim:
     except BaseException:
         held.withdraw()
         raise
-    return held
+    return held, fresh
 
 
 def open_run(run: RunFolder, config: RunConfig, world_size: int) -> None:

@@ -265,11 +265,7 @@ class Trainer:
                 self._record(plan)
             stopped = self.world.largest(_LOST if self._lost else interrupts.received)
             if stopped == _LOST:
-                raise TrainingFailure(
-                    f"stopped after step {self.step}: {self.folder.path} belongs to "
-                    f"{self._lost or 'another process'} now, as this run was not heard of for a "
-                    "while; that one goes on from the newest checkpoint"
-                )
+                raise self._lost_folder()
             if stopped or self._due(train.save_every):
                 self._save()
             if stopped:
@@ -287,6 +283,13 @@ class Trainer:
     def _lost(self) -> str | None:
         """Who has taken the run folder, as the first process knows."""
         return None if self.claim is None else self.claim.successor
+
+    def _lost_folder(self) -> TrainingFailure:
+        return TrainingFailure(
+            f"stopped after step {self.step}: {self.folder.path} belongs to "
+            f"{self._lost or 'another process'} now, as this run was not heard of for a while; "
+            "that one goes on from the newest checkpoint"
+        )
 
     def _due(self, every: int) -> bool:
         """Whether something that happens every so many steps, and at the end, is due."""
@@ -451,6 +454,8 @@ class Trainer:
         self._end_saves()
         if not self.world.first:
             return
+        if self._lost:
+            raise self._lost_folder()
         for line in self.task.judge.tell(results) if results else ():
             self.say(line)
         try:

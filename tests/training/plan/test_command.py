@@ -75,10 +75,10 @@ def test_mistakes(capsys, words, message):
 def test_nothing_is_made_or_loaded():
     """No model, no CUDA, none of the libraries that take seconds."""
     code = (
-        "import sys, torch; from stars_fast import cli; "
-        "from torch import nn; nn.Module.__init__ = None; "
+        "import sys, torch; from stars_fast import cli; from stars_fast.commands import plan; "
+        "torch.nn.Linear.__init__ = torch.nn.Embedding.__init__ = None; "
         "assert cli.main(['plan', 'ouro-numina-fast', '--gpus', '4xH200']) == 0; "
-        "assert not {'transformers', 'datasets', 'peft', 'triton'} & sys.modules.keys(); "
+        "assert not {'transformers', 'datasets', 'peft'} & sys.modules.keys(); "
         "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

@@ -67,7 +67,7 @@ def step_seconds(name, speed):
             lengths = [float(n) for n in batch.samples.lengths]
             rows = Rows(lengths, None, len(batch.labels) / sum(lengths), True)
             machine = cpu(speed)
-            run = Run(config, shape, rows, Gpus(1, machine.card), machine, 1.0)
+            run = Run(config, shape, rows, Gpus(1, machine.card), machine, 1)
             for turns, chance in law:
                 total += micro_batch(run, turns, config.penalised)[0] * chance
     return total.gpu / steps
@@ -154,6 +154,16 @@ def test_length_of_the_run():
     assert unknown.steps is None
     assert unknown.ours.hours is None
     assert planned("addition", "1xH200").tokens_a_row == 15
+
+
+def test_a_penalty_that_begins_later_costs_less():
+    always, half, never = (
+        planned("addition", "1xH200", "--penalty.start_step", step).ours
+        for step in ("0", "5000", "20000")
+    )
+    assert always.seconds == half.seconds
+    assert half.hours == pytest.approx((always.hours + never.hours) / 2)
+    assert never.hours < 0.95 * always.hours
 
 
 def test_a_batch_that_does_not_divide():

@@ -74,6 +74,33 @@ def test_a_mistake_leaves_no_folder(tiny, tmp_path):
     assert not list(out.iterdir())
 
 
+def test_a_mistake_of_a_resumed_run_takes_nothing_away(tiny, monkeypatch):
+    """Of one that died before its first step, and whose data can't be had today."""
+    run = folder.RunFolder(tiny().out)
+    run.path.mkdir()
+    save_config(tiny(), run.config)
+
+    def unreachable(*_):
+        raise ConfigError("the hub can't be reached")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "Task", unreachable)
+        with pytest.raises(ConfigError, match="hub"):
+            train(tiny(), resume=True)
+    assert names(run.path) == ["config.yaml"]
+    assert train(tiny(), resume=True).step == 6
+
+
+def test_a_recipe_that_lies_in_the_folder_is_not_overwritten(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    recipe = tmp_path / "run" / "config.yaml"
+    save_config(tiny(), recipe)
+    before = recipe.read_text()
+    with pytest.raises(ConfigError, match="exists; continue that run with --resume"):
+        train(tiny(seed=3))
+    assert recipe.read_text() == before
+
+
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_died_before_its_first_step_starts_either_way(tiny, monkeypatch, resume):
     class Killed(BaseException):

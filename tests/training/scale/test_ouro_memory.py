@@ -8,13 +8,22 @@ from ouro_runs import ouro_run
 from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
+from stars_fast.training.scale.distributed import processes
 from stars_fast.training.scale.fit_memory import measure
 from stars_fast.training.scale.measure import KeptBytes
+from stars_fast.training.scale.parallel import gradient_sync
+from stars_fast.training.scale.sharding import shard
 from stars_fast.training.step.train_step import StepLoss, StepPlan
 from stars_fast.training.step.turns import Recompute
 
 TURNS = 3
-PLANS = [Recompute(2, "turn"), Recompute(2, "layer", True), Recompute(1, "layer"), Recompute()]
+PLANS = [
+    Recompute(1, selective=True),
+    Recompute(2, "turn"),
+    Recompute(2, "layer", True),
+    Recompute(1, "layer"),
+    Recompute(),
+]
 
 
 class EightAlike:
@@ -65,6 +74,33 @@ def test_recomputing_does_not_change_the_gradient(step_of, batch, at, plan):
     step_loss.recompute = lambda turns, penalised: plan
     found = torch.autograd.grad(share(step_loss, batch), parameters)
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
+
+
+def sharded_gradients(folder, batch, precision, reshard, plan):
+    config = ouro_run(folder / "run", folder, method="jsrr", precision=precision)
+    model, _ = FAMILY.start(config.model, torch.float32, config.seed)
+    step_loss = StepLoss(OuroLoop(model.train()), config)
+    step_loss.recompute = lambda turns, penalised: plan
+    with processes("cpu") as world:
+        shard(step_loss, step_loss.loop.layers, precision, world, None, reshard, offload=False)
+        with gradient_sync(step_loss, now=True):
+            share(step_loss, batch).backward()
+        found = [p.grad.to_local() for p in step_loss.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize("precision", ["mixed", "float32"])
+def test_norms_and_gates_of_shards_are_made_again(tmp_path, batch, precision, reshard):
+    """Weights that were dropped after the forward are there again when the backward asks."""
+    plans = Recompute(), Recompute(selective=True), Recompute(1, selective=True)
+    expected, *others = (
+        sharded_gradients(tmp_path, batch, precision, reshard, plan) for plan in plans
+    )
+    assert len(expected) > 20
+    for found in others:
+        assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("at", ["next", "last"])
