@@ -62,6 +62,10 @@ class DataKind(ABC):
         """Whether samples follow each other in one row."""
         return False
 
+    def unread(self, section: Any) -> dict[str, str]:
+        """Fields of a section that are not read, the others being what they are, and why."""
+        return {}
+
     @abstractmethod
     def open(self, section: Any, tokenizer: Any, seed: int, quiet: bool = True) -> OpenData:
         """The data of a run.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -23,6 +24,7 @@ from stars_fast.models.families import Family, checkpoint_config, section_of
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
+from stars_fast.models.reading import read_tokenizer
 from stars_fast.models.shape import Shape
 from stars_fast.tokens import Tokens
 
@@ -215,14 +217,14 @@ def _made(config: LoopedConfig, dtype: torch.dtype) -> LoopedLM:
 
 def _tokenizer(path: str) -> Any:
     """The tokenizer of transformers of a folder or of the hub, or the package's own."""
-    transformers = need("transformers", "tokenizers of text")
+    need("transformers", "tokenizers of text")
     try:
         if path != TINY_TOKENIZER:
-            return transformers.AutoTokenizer.from_pretrained(path)
-        with tempfile.TemporaryDirectory() as folder:
+            return read_tokenizer(path)
+        with tempfile.TemporaryDirectory() as folder, naming(folder):
             write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 1_000_000)
-            return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
+            return read_tokenizer(folder)
+    except ValueError as error:
         raise ConfigError(f"model.tokenizer {path}: {error}") from error
 
 

@@ -320,7 +320,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         """
         config = self.config
         position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
-        check_arguments(kwargs, "looped decoder")
+        check_arguments(kwargs, config, "looped decoder")
         like = self.like(input_ids, inputs_embeds)
         limit = config.total_ut_steps if turns is None else turns
         depth = AdaptiveDepth(like, limit, config.convergence_tol if tol is None else tol, tol_per)

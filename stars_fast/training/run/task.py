@@ -54,6 +54,7 @@ class Task:
         # What is kept on disk is made by the first process of each machine
         made = world.together(lambda: self._open() if world.local_first else None)
         self.data: OpenData = world.together(lambda: made or self._open())
+        self._check_tokens()
         self.loop.to(world.device).train()
         self.base = fingerprint(self.loop.model) if config.lora.wanted else None
         self.guessing = math.log(self.loop.vocabulary)
@@ -78,6 +79,24 @@ class Task:
             return kind.open(data, self.tokenizer, self.config.seed, not self.world.first)
         except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from error
+
+    def _check_tokens(self) -> None:
+        """Refuse data with tokens that the model has no embedding for, which a GPU would not name.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        size = self.loop.vocabulary
+        if self.tokenizer is None or max(self.tokenizer.get_vocab().values()) < size:
+            return
+        sources = [each for each in (self.data.source, self.data.held_out) if each is not None]
+        largest = max(source.largest_token() for source in sources)
+        if largest >= size:
+            raise ConfigError(
+                f"data: token {largest}, {self.tokenizer.convert_ids_to_tokens(largest)!r}, is "
+                f"beyond the {size} that the model has embeddings for: its tokenizer is that of "
+                "another model"
+            )
 
     @property
     def title(self) -> str:
