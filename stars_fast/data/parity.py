@@ -94,6 +94,9 @@ class BitStrings:
     def fingerprint(self) -> int:
         return zlib.crc32(self.bits.numpy().data)
 
+    def largest_token(self) -> int:
+        return int(self.ids.max())
+
     def batch(self, units: np.ndarray) -> HostBatch:
         bits = self.bits[torch.from_numpy(units)]
         tokens = self.ids[F.pad(bits, (1, 0), value=ALPHABET.index("="))]
