@@ -365,3 +365,14 @@ def test_adapters_that_can_not_be_read(tmp_path):
     other.save_pretrained(tmp_path / "ia3")
     with pytest.raises(ValueError, match=r"expected a LoRA adapter .*got IA3"):
         load_adapter(tmp_path / "ia3", ouro().model)
+
+
+def test_an_adapter_without_whole_weights_is_named(tmp_path):
+    write_adapter(adapted(ouro()).model, tmp_path / "adapter", "base", True)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"adapter: its adapter's weights can't be read: .*header"):
+        load_adapter(tmp_path / "adapter", ouro().model)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"adapter: expected adapter_model.safetensors beside"):
+        load_adapter(tmp_path / "adapter", ouro().model)
