@@ -117,6 +117,9 @@ class Given:
     def fingerprint(self) -> int:
         return 0  # it is never resumed
 
+    def largest_token(self) -> int:
+        return max(int(row["input_ids"].max()) for row in self.rows)
+
     def batch(self, units: np.ndarray) -> HostBatch:
         rows = [self.rows[unit] for unit in units]
         tokens, labels, mask = (

@@ -90,6 +90,9 @@ class RandomChats:
     def fingerprint(self) -> int:
         return crc32(np.concatenate(self._tokens).tobytes())
 
+    def largest_token(self) -> int:
+        return max(int(tokens.max()) for tokens in self._tokens)
+
 
 def packed_batches(tokens: int, vocabulary: int, device: torch.device) -> Batches:
     """Steps of `MICROS` micro-batches, each a row of at most so many tokens."""

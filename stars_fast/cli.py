@@ -5,6 +5,7 @@ Modules load where they are used, so that the help and the list of recipes come 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base.exit_code import exit_code
-from stars_fast.base.options import positive
+from stars_fast.base.options import Parser, positive
 
 _EXAMPLES = """\
 examples:
@@ -70,7 +71,7 @@ def _of_a_clone(name: str, words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "stars-fast",
         description="Train and evaluate looped language models with the STARS penalty.",
         epilog=_EXAMPLES,
@@ -144,6 +145,7 @@ def _train(words: list[str]) -> int:
     from stars_fast.training.config import load_config
     from stars_fast.training.run.trainer import TrainingFailure, train
     from stars_fast.training.scale.allocator import grow_segments
+    from stars_fast.training.unread import without_effect
 
     recipe = overrides.pop(0)
     resume = "--resume" in words
@@ -153,6 +155,9 @@ def _train(words: list[str]) -> int:
     if resume:
         _check_resume(config.out)
     grow_segments()
+    if os.environ.get("RANK", "0") == "0":
+        for line in without_effect(recipe, overrides, config):
+            print(f"stars-fast: warning: {line}", file=sys.stderr)
     try:
         outcome = train(config, resume=resume)
     except TrainingFailure as error:
@@ -231,6 +236,7 @@ def _recipes(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     import torch
+    from safetensors import SafetensorError
 
     from stars_fast.base.errors import ConfigError
     from stars_fast.models.export import export_run
@@ -246,8 +252,11 @@ def _export(args: argparse.Namespace) -> int:
             portable=args.portable,
             adapter=args.adapter,
         )
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise ConfigError(str(error)) from error
+    except (OSError, SafetensorError) as error:
+        said = str(error)
+        raise ConfigError(said if args.out in said else f"{args.out}: {said}") from error
     print(f"written: {args.out}")
     return 0
 

@@ -1,5 +1,6 @@
 """The exit codes that the command lines share."""
 
+import errno
 import os
 import select
 import signal
@@ -7,9 +8,17 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
+_OF_THE_DISK = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE")
+    if hasattr(errno, name)
+}
+"""Errors that are the machine's."""
+
 
 def exit_code(command: Callable[[], int], name: str) -> int:
-    """Run a command: its own exit code, 2 for a mistake of the user's, 130 for an interruption.
+    """Run a command: its own exit code, 2 for a mistake of the user's, 1 for a disk that is full or
+    may not be written, 130 for an interruption. With $STARS_FAST_DEBUG errors are not caught.
 
     Where the reader of the output has left, as `head` does, it ends without a word, with 141 = 128
     + SIGPIPE.
@@ -36,6 +45,8 @@ def _told(command: Callable[[], int], name: str) -> int:
     from stars_fast.base.errors import ConfigError
     from stars_fast.base.optional import explained
 
+    if os.environ.get("STARS_FAST_DEBUG"):
+        return command()
     try:
         return command()
     except ConfigError as error:
@@ -47,6 +58,12 @@ def _told(command: Callable[[], int], name: str) -> int:
             raise
         print(f"{name.split()[0]}: {missing}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in _OF_THE_DISK:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{name.split()[0]}: {where}{error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{name.split()[0]}: interrupted", file=sys.stderr)
         return 130

@@ -7,6 +7,8 @@ import codecs
 import errno
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _CHUNK = 1 << 20
@@ -52,6 +54,17 @@ def check_utf8(path: str | Path) -> None:
         raise ValueError(f"{path}: {error.strerror}") from error
 
 
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name `path` in errors of the system that name no file, as those of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
+
+
 def sync(path: Path) -> None:
     """Flush a file or directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -64,9 +77,10 @@ def sync(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` in UTF-8, under another name first."""
     temporary = path.with_name(f"{path.name}.writing")
-    temporary.write_text(text, encoding="utf-8")
-    sync(temporary)
-    temporary.replace(path)
+    with naming(path):
+        temporary.write_text(text, encoding="utf-8")
+        sync(temporary)
+        temporary.replace(path)
 
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -1,6 +1,34 @@
-"""Types of command-line options."""
+"""Command-line options: their parser and their types."""
 
 import argparse
+from typing import Any
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that refuses an option which comes twice, instead of forgetting the first."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+
+class _StoreOnce(argparse.Action):
+    """Keep the value of an option, once for each namespace."""
+
+    filled: argparse.Namespace | None = None
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if option_string is not None and self.filled is namespace:
+            raise argparse.ArgumentError(self, f"given twice, the second time with {values!r}")
+        self.filled = namespace
+        setattr(namespace, self.dest, values)
 
 
 def positive(text: str) -> int:

@@ -148,7 +148,9 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}: expected one of {type_name(hint)}, got {value!r}")
     if typing.get_origin(hint) in (tuple, list):
         if isinstance(value, str):
-            value = [part for part in value.strip("[]() ").split(",") if part.strip()]
+            empty = value.strip().lower() == "none"
+            value = value.strip("[]() ").split(",")
+            value = [part for part in value if part.strip() and not empty]
         if isinstance(value, list | tuple):
             item = typing.get_args(hint)[0]
             return typing.get_origin(hint)(_convert(item, part, path) for part in value)

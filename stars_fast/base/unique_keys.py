@@ -23,7 +23,7 @@ def parse_yaml(text: str) -> Any:
             _check(root, "", (), set())
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {error}") from error
+        raise ValueError(f"not YAML: {_told(error)}") from error
     except RecursionError as error:
         raise ValueError("not settings: nested too deeply") from error
 
@@ -66,6 +66,14 @@ def _check(node: Any, where: str, above: tuple[int, ...], checked: set[int]) -> 
                 )
         _check(value, name, above, checked)
     checked.add(id(node))
+
+
+def _told(error: Any) -> str:
+    """An error of PyYAML in a line."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"{error.problem} in line {mark.line + 1}"
 
 
 def _line(node: Any) -> int:

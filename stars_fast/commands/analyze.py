@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stars_fast.base.options import number_list, positive
+from stars_fast.base.options import Parser, number_list, positive
 
 if TYPE_CHECKING:
     from stars_fast.analysis.measure import Measured
@@ -31,7 +31,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: a mistake, or --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "stars-fast analyze",
         description="How the state moves from turn to turn, its Jacobian at some of them, and the "
         "paths of the states, for one run or several beside each other: analysis.html to read, "

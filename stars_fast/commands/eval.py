@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.options import number_list, positive
+from stars_fast.base.options import Parser, number_list, positive
 
 ADDITION, TASKS, TEXT = "runs of the addition study", "--tasks", "--text"
 
@@ -86,7 +86,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: a mistake, or --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "stars-fast eval",
         description="Accuracy at each number of turns, for each model: a table, a JSON file and a "
         "figure. Of runs of the addition study it is exact match on unseen samples; of language "
@@ -186,6 +186,14 @@ def _check(args: argparse.Namespace, kind: str) -> None:
     for name, kinds in _KINDS.items():
         if getattr(args, name) is not None and kind not in kinds:
             raise ConfigError(f"--{name.replace('_', '-')} is an option of {' and '.join(kinds)}")
+    if args.tol_per is not None and args.tol is None:
+        raise ConfigError(f"--tol-per: expected --tol beside it, got {args.tol_per}")
+    for name in ("column", "subset", "split"):
+        if kind == TEXT and getattr(args, name) is not None and Path(args.text).suffix == ".txt":
+            raise ConfigError(
+                f"--{name}: expected none for a .txt file, which has no columns and splits, got "
+                f"{getattr(args, name)!r}"
+            )
 
 
 def _given(args: argparse.Namespace, **fields: Any) -> dict[str, Any]:

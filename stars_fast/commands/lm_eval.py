@@ -1,9 +1,11 @@
 """`stars-fast lm-eval`: lm-eval's own command line, with our model and our tasks known to it."""
 
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.evaluation.harness import TASK_FOLDER
 
@@ -27,8 +29,28 @@ def main(words: Sequence[str]) -> int:
         sys.argv = before
     if hasattr(args, "include_path"):
         args.include_path = [str(TASK_FOLDER), *_own_tasks(args)]
-    parser.execute(args)
+    try:
+        parser.execute(args)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not _of_an_input(error):
+            raise
+        raise ConfigError(f"lm-eval: {' '.join(str(error).split())}") from error
     return 0
+
+
+def _of_an_input(error: Exception) -> bool:
+    """Whether an error is lm-eval's refusal of what it was given, or a lack of network, rather than
+    a mistake in the code of a model."""
+    if isinstance(error, OSError):
+        return error.errno is None or isinstance(error, ConnectionError)
+    if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    module = [name for name in modules if name != "torch"][-1]  # which is asked for a dtype by name
+    return module.startswith("lm_eval.") or module == "stars_fast.evaluation.lm_model"
 
 
 def register() -> None:

@@ -49,6 +49,10 @@ class Source(Protocol):
         """A checksum of all the data: a run does not go on with other data."""
         ...
 
+    def largest_token(self) -> int:
+        """The largest id of a token."""
+        ...
+
 
 @dataclass(frozen=True)
 class MicroBatch:

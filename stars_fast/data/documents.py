@@ -26,6 +26,8 @@ class Documents(Protocol):
 
     def fingerprint(self) -> int: ...
 
+    def largest_token(self) -> int: ...
+
 
 class TokenDocuments:
     """Documents in memory: pairs of tokens [S] and, for each token, whether it is to be predicted,
@@ -46,6 +48,9 @@ class TokenDocuments:
 
     def fingerprint(self) -> int:
         return zlib.crc32(b"".join(tokens.tobytes() for tokens, _ in self.documents))
+
+    def largest_token(self) -> int:
+        return max(int(tokens.max()) for tokens, _ in self.documents)
 
 
 class PackedChats:
@@ -68,6 +73,9 @@ class PackedChats:
 
     def fingerprint(self) -> int:
         return self.chats.fingerprint()
+
+    def largest_token(self) -> int:
+        return self.chats.largest_token()
 
     def batch(self, units: np.ndarray) -> HostBatch:
         documents = np.concatenate([self.rows[unit] for unit in units])
@@ -96,6 +104,9 @@ class PaddedChats:
 
     def fingerprint(self) -> int:
         return self.chats.fingerprint()
+
+    def largest_token(self) -> int:
+        return self.chats.largest_token()
 
     def batch(self, units: np.ndarray) -> HostBatch:
         parts = [next_tokens(self.chats, document) for document in units]

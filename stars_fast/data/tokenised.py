@@ -141,6 +141,11 @@ class TokenisedChats:
                 value = zlib.crc32(array[start : start + _PIECE].data, value)
         return value
 
+    def largest_token(self) -> int:
+        """The largest id of a token; it reads them all."""
+        pieces = range(0, len(self.tokens), _PIECE)
+        return max(int(self.tokens[start : start + _PIECE].max()) for start in pieces)
+
     @property
     def lengths(self) -> np.ndarray:
         """Tokens of each document: [N] int64."""
@@ -190,9 +195,14 @@ def load_chats(
         splits = _open(folder, config)
         _sweep(folder.parent)
         if splits is None:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):  # one process builds, the others wait for it
-                splits = _open(folder, config) or _build(folder, config, encoder, source, seed)
+            try:
+                folder.parent.mkdir(parents=True, exist_ok=True)
+                with FileLock(f"{folder}.lock"):  # one process builds, the others wait for it
+                    splits = _open(folder, config) or _build(folder, config, encoder, source, seed)
+            except OSError as error:  # of pyarrow it has no number and no file
+                raise ValueError(
+                    f"data.cache: can't write the tokens to {folder.parent}: {error}"
+                ) from error
     return splits
 
 

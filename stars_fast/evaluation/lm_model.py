@@ -9,6 +9,9 @@ Importing this module registers it as `stars_fast`:
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,14 +24,16 @@ need("lm_eval", "evaluations with lm-eval")  # before the imports below, which w
 from lm_eval.api.registry import register_model  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from stars_fast.base.errors import ConfigError  # noqa: E402
 from stars_fast.evaluation.answer_cache import identity_of, own_table  # noqa: E402
 from stars_fast.evaluation.hf_model import StandardLM  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
-from stars_fast.models.generation import adopt_depth  # noqa: E402
 from stars_fast.models.huginn import HuginnForCausalLM  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
+from stars_fast.models.ouro.generation import adopt_depth  # noqa: E402
+from stars_fast.models.reading import reading  # noqa: E402
 
 CLASSES: dict[str, Any] = {
     "ouro": OuroForCausalLM,
@@ -36,6 +41,10 @@ CLASSES: dict[str, Any] = {
     "looped_decoder": LoopedDecoderForCausalLM,
 }
 """Models that are understood, by `model_type`."""
+
+
+_OWN = ("turns", "tol", "tol_per")
+"""Arguments that lm-eval's own models have not."""
 
 
 @register_model("stars_fast")
@@ -64,7 +73,7 @@ class StarsFastLM(StandardLM):
 
     def __init__(
         self,
-        pretrained: Any,
+        pretrained: Any = None,
         turns: int | None = None,
         tol: float | None = None,
         tol_per: Per = "sequence",
@@ -82,11 +91,16 @@ class StarsFastLM(StandardLM):
                 check_folder(pretrained, tuple(CLASSES))
         if tol_per not in get_args(Per):
             raise ValueError(f"tol_per: expected one of {get_args(Per)}, got {tol_per!r}")
-        super().__init__(pretrained, **others)
+        _check_names(others)
+        with reading(pretrained) if isinstance(pretrained, str) else nullcontext():
+            super().__init__(pretrained, **others)
         self.tol_per = tol_per
-        adopt_depth(self.model)  # what is scored is as deep as what is generated
         self._given = others
-        set_turns(self.model.config, turns, tol)
+        try:
+            adopt_depth(self.model)  # what is scored is as deep as what is generated
+            set_turns(self.model.config, turns, tol)
+        except ValueError as error:
+            raise ConfigError(f"turns, tol: {error}") from error
 
     def _get_config(self, pretrained: str, **given: Any) -> None:
         super()._get_config(pretrained, **given)
@@ -149,3 +163,14 @@ def set_turns(config: Any, turns: int | None, tol: float | None) -> None:
         TypeError, ValueError: a value out of range.
     """
     config.set_depth(turns, tol)
+
+
+def _check_names(given: Iterable[str]) -> None:
+    """Refuse a name that is nearly one of our own, which transformers might take for its own.
+
+    Raises:
+        ConfigError: it names both.
+    """
+    for name in given:
+        if near := difflib.get_close_matches(name, _OWN, n=1, cutoff=0.8):
+            raise ConfigError(f"model_args: unknown argument {name}; did you mean {near[0]}?")

@@ -126,6 +126,12 @@ def _summed(
     tokens = sum(len(window) - 1 for window in windows)
     if not tokens:
         raise ValueError("texts: expected a token at least, got none")
+    known = model.get_input_embeddings().weight.shape[0]
+    if (largest := max(map(max, windows))) >= known:
+        raise ValueError(
+            f"tokenizer: expected tokens below {known}, which the model has embeddings for, got "
+            f"{largest}, {tokenizer.convert_ids_to_tokens(largest)!r}"
+        )
     windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
     was_training = model.training
     model.eval()

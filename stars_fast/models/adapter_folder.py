@@ -15,6 +15,7 @@ from stars_fast.models.lora import ADAPTER, adapted_layers
 
 CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
+_OLDER = "adapter_model.bin"
 _PREFIX = "base_model.model."
 """PEFT's name of the adapted model within its own."""
 
@@ -41,9 +42,14 @@ def load_adapter(path: str | Path, model: nn.Module) -> None:
     """Put the LoRA adapter of a folder on its base model, in place.
 
     Raises:
-        ValueError: it is no LoRA adapter, trains more than adapters, or does not fit the model.
+        ValueError: it is no LoRA adapter, trains more than adapters, does not fit the model, or its
+            weights are missing or can't be read.
     """
     peft = need("peft", "LoRA adapters")
+    damaged = need("safetensors", "checkpoints").SafetensorError
+    folder = Path(path).expanduser()
+    if not any((folder / name).exists() for name in (_WEIGHTS, _OLDER)):
+        raise ValueError(f"{path}: expected {_WEIGHTS} beside {CONFIG}, got a folder without it")
     config = peft.PeftConfig.from_pretrained(str(path))
     if config.peft_type != peft.PeftType.LORA or config.modules_to_save:
         kind = f"{config.peft_type.value}, modules_to_save {config.modules_to_save}"
@@ -53,6 +59,8 @@ def load_adapter(path: str | Path, model: nn.Module) -> None:
         weights = peft.load_peft_weights(str(path), device="cpu")
         weights = {name.removeprefix(_PREFIX): value for name, value in weights.items()}
         found = peft.set_peft_model_state_dict(model, weights, ADAPTER)
+    except (damaged, EOFError) as error:
+        raise ValueError(f"{path}: its adapter's weights can't be read: {error}") from error
     except (RuntimeError, ValueError) as error:
         why = " ".join(line.strip() for line in str(error).split("\n")[:2])  # of one a weight
         raise ValueError(f"{path}: the adapter does not fit its base: {why}") from error

@@ -73,7 +73,10 @@ def export_run(
     source = find_model(run, step)
     code = source.family.code
     if portable and code is None:
-        raise ValueError(f"portable: expected False for a model of {source.family.title}, got True")
+        raise ValueError(
+            f"portable: expected none for a model of {source.family.title}, got it: there is code "
+            "that opens without this package for Ouro alone"
+        )
     whole = {"turns": turns, "dtype": dtype, "portable": portable or None}
     base = None if adapter == "merge" else _base_of(source, whole)
     model = load_model(source, torch.float32 if source.adapted else None)

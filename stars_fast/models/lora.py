@@ -56,6 +56,16 @@ class LoraConfig:
                 "per_turn: expected false, got true: all turns share one block, of whose Jacobian "
                 "the penalty is, and a model may take more turns than it was trained with"
             )
+        said = [
+            name
+            for name, default in (("alpha", None), ("dropout", 0.0), ("targets", (ALL_LINEAR,)))
+            if getattr(self, name) != default
+        ]
+        if said and not self.wanted:
+            raise ValueError(
+                f"rank: expected an integer with {said[0]} given (without it there are no "
+                "adapters), got None"
+            )
 
     @property
     def wanted(self) -> bool:
@@ -81,11 +91,19 @@ def adapt(loop: Loop, config: LoraConfig, dtype: torch.dtype, seed: int) -> None
         seed: of the run; initial adapters follow from it.
 
     Raises:
-        ConfigError: PEFT is missing, or the block has no linear map of a name in `config.targets`.
+        ConfigError: PEFT is missing, the block has no linear map of a name in `config.targets`, or
+            the rank is above that of all of them.
     """
     peft = need("peft", "LoRA adapters")
     assert config.rank is not None
     chosen = target_names(loop, config.targets)
+    maps: list[Any] = [loop.model.get_submodule(name) for name in chosen]
+    most = max(min(each.weight.shape) for each in maps)
+    if config.rank > most:
+        raise ConfigError(
+            f"lora.rank: expected at most {most}, the rank of the maps themselves, got "
+            f"{config.rank}"
+        )
     made = peft.LoraConfig(
         r=config.rank,
         lora_alpha=config.rank if config.alpha is None else config.alpha,

@@ -18,8 +18,8 @@ from stars_fast.models.adapter_folder import adapter_base, load_adapter
 from stars_fast.models.cast import cast
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import Family, family_of, section_of
-from stars_fast.models.folders import not_loaded
 from stars_fast.models.lora import LoraConfig, adapt, base_dtype, fingerprint
+from stars_fast.models.reading import reading
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,11 @@ def load_model(source: ModelSource, dtype: torch.dtype | None = None, device: st
         model = source.family.outline(source.run)
         load_weights(source.run.checkpoint(source.step), model)
     else:
-        try:
+        with reading(source.checkpoint):
             model = source.family.load(source.checkpoint, dtype)
-        except OSError as error:
-            raise ConfigError(not_loaded(source.checkpoint, error)) from error
-        except ValueError as error:
-            raise ConfigError(f"{source.checkpoint}: {error}") from error
         if source.base is not None:
-            try:
+            with reading(source.path):
                 load_adapter(source.path, model)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
     return cast(model, dtype or next(model.parameters()).dtype, device).eval()
 
 
@@ -163,8 +157,8 @@ def load_tokenizer(source: ModelSource) -> Any:
     """
     try:
         return source.family.tokenizer(tokenizer_place(source))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{source.path}: can't load its tokenizer: {error}") from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def tokenizer_place(source: ModelSource) -> str:

@@ -32,6 +32,17 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
     return merge_settings(inherited, mapping)
 
 
+def own_settings(recipe: str) -> dict[str, Any]:
+    """The mapping of a recipe without what it takes from its `base`.
+
+    Raises:
+        ConfigError: as `read_recipe`.
+    """
+    mapping = _parse_yaml(_recipe_text(recipe), recipe)
+    mapping.pop("base", None)
+    return mapping
+
+
 def recipe_names() -> list[str]:
     """Names of the recipes of the package, sorted."""
     files = (resources.files("stars_fast") / "recipes").iterdir()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from benchmark_data import SUMS, row_of, write_rows
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
@@ -86,6 +87,28 @@ def test_wrong_arguments_are_named(checkpoint, tmp_path):
         StarsFastLM(str(checkpoint), tol=-1, device="cpu")
     with pytest.raises(ValueError, match=r"tol_per: expected one of .* got 'word'"):
         StarsFastLM(str(checkpoint), tol_per="word", device="cpu")
+    with pytest.raises(ConfigError, match="unknown argument turn; did you mean turns"):
+        StarsFastLM(str(checkpoint), turn=3, device="cpu")
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'nonsense'"):
+        StarsFastLM(str(checkpoint), nonsense=3, device="cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("turn=3", "stars-fast: model_args: unknown argument turn; did you mean turns?"),
+        ("turns=0", "stars-fast: turns, tol: total_ut_steps: expected an integer >= 1, got 0"),
+        ("tol_per=word", "stars-fast: lm-eval: tol_per: expected one of"),
+        ("dtype=float99", "stars-fast: lm-eval: module 'torch' has no attribute 'float99'"),
+        ("device=cpu", "stars-fast: lm-eval: Tasks not found: no_such_task"),
+    ],
+)
+def test_the_command_says_a_mistake_in_a_line(checkpoint, capsys, arguments, message):
+    task = "no_such_task" if arguments == "device=cpu" else "gsm8k"
+    words = ["--model", "stars_fast", "--tasks", task, "--limit", "1"]
+    assert main(["lm-eval", *words, "--model_args", f"pretrained={checkpoint},{arguments}"]) == 2
+    assert capsys.readouterr().err.rstrip().split("\n")[-1].startswith(message)
 
 
 @pytest.mark.parametrize("per", ["sequence", "token"])

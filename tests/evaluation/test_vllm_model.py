@@ -128,6 +128,12 @@ def vllm(installed, monkeypatch):
     return LLM
 
 
+def other(words, option, value):
+    """The words with another value of an option."""
+    place = words.index(option) + 1
+    return [*words[:place], value, *words[place + 1 :]]
+
+
 @pytest.fixture
 def words(checkpoint, tmp_path):
     """A sweep of two tasks, each with five samples, two of which are answered by 7."""
@@ -165,7 +171,7 @@ def test_tokens_and_cuts_are_those_that_it_reports(vllm, words, checkpoint, tmp_
     tokenizer = get_tokenizer(checkpoint)
     lengths = [len(tokenizer.encode("It is " + "really " * i + "7.")) for i in range(3)]
     cap = lengths[1] + 1
-    assert main([*words, "--turns", "2", "--max-new-tokens", str(cap)]) == 0
+    assert main([*other(words, "--max-new-tokens", str(cap)), "--turns", "2"]) == 0
     samples = samples_of(tmp_path)
     for sample in samples:
         length = len(tokenizer.encode(answer_to(tokenizer.encode(sample["prompt"]))))
@@ -188,7 +194,7 @@ def test_what_is_made_is_kept_batch_by_batch(vllm, words, tmp_path, monkeypatch)
 def test_the_prompts_of_a_large_task_are_not_handed_over_at_once(vllm, words, tmp_path):
     count = VLLM_BATCH + 3
     write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", i, 2, 7) for i in range(count)])
-    assert main([*words, "--turns", "2", "--tasks", "svamp"]) == 0
+    assert main([*other(words, "--tasks", "svamp"), "--turns", "2"]) == 0
     assert vllm.batches == [VLLM_BATCH, 3]
 
 
@@ -259,7 +265,7 @@ def test_a_device_is_refused(vllm, words, capsys):
 
 
 def test_samples_have_a_seed_each(vllm, words, tmp_path):
-    assert main([*words, "--turns", "2", "--tasks", "svamp", "--samples", "3"]) == 0
+    assert main([*other(words, "--tasks", "svamp"), "--turns", "2", "--samples", "3"]) == 0
     asked = vllm.asked
     assert len(asked) == 15
     assert len({each.seed for each in asked}) == 15
@@ -306,7 +312,10 @@ def both(vllm, words, monkeypatch):
 
     def sweep(engine, *more):
         monkeypatch.setattr(sys.modules["lm_eval.models.vllm_causallms"], "LLM", engine)
-        return main([*words, "--backend", "native,vllm", "--turns", "3", *more])
+        given = other(words, "--backend", "native,vllm")
+        for option, value in zip(more[::2], more[1::2], strict=True):
+            given = other(given, option, value) if option in given else [*given, option, value]
+        return main([*given, "--turns", "3"])
 
     import lm_eval.models.vllm_causallms  # noqa: F401
 

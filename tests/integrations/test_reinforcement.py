@@ -1,4 +1,5 @@
-"""The penalty in TRL's GRPOTrainer: of the tokens of the completions, at the model's own depth."""
+"""The penalty in TRL's GRPOTrainer and RLOOTrainer: of the tokens of the completions, at the
+model's own depth."""
 
 import pytest
 import torch
@@ -62,18 +63,26 @@ def penalty_by_hand(net, seen, seed):
 
 
 @pytest.mark.parametrize(
-    ("kind", "accumulation"), [("ouro", 1), ("ouro", 2), ("huginn", 2), ("looped", 1)]
+    ("kind", "way", "accumulation"),
+    [
+        ("ouro", "GRPO", 1),
+        ("ouro", "GRPO", 2),
+        ("huginn", "GRPO", 2),
+        ("looped", "GRPO", 1),
+        ("ouro", "RLOO", 2),
+        ("huginn", "RLOO", 1),
+    ],
 )
-def test_the_gradient_is_that_of_grpo_and_of_the_completions_by_hand(
-    tokenizer, tmp_path, kind, accumulation
+def test_the_gradient_is_the_trainers_and_that_of_the_completions_by_hand(
+    tokenizer, tmp_path, kind, way, accumulation
 ):
     torch.manual_seed(1)
     net = NETS[kind]()
     state = {name: x.clone() for name, x in net.state_dict().items()}
     with KeepDouble():
-        plain, without = train(net, tokenizer, tmp_path / "a", 0.0, accumulation)
+        plain, without = train(net, tokenizer, tmp_path / "a", 0.0, accumulation, kind=way)
         net.load_state_dict(state)
-        trainer, found = train(net, tokenizer, tmp_path / "b", 0.3, accumulation)
+        trainer, found = train(net, tokenizer, tmp_path / "b", 0.3, accumulation, kind=way)
     assert len(trainer.seen) == accumulation
     for one, other in zip(plain.seen, trainer.seen, strict=True):
         assert torch.equal(one["completion_ids"], other["completion_ids"])

@@ -106,12 +106,24 @@ def test_a_target_that_is_not_there_names_those_that_are(name):
             {"rank": 4, "targets": "all-linear,q_proj"},
             "lora: targets: expected all-linear or names",
         ),
+        ({"targets": "q_proj"}, "lora: rank: expected an integer with targets given .*got None"),
+        ({"alpha": 8.0}, "lora: rank: expected an integer with alpha given"),
         ({"rank": 4, "per_turn": True}, "lora: per_turn: expected false, got true: all turns"),
     ],
 )
 def test_settings_that_do_not_fit(wrong, message):
     with pytest.raises(ConfigError, match=message):
         build(LoraConfig, wrong, "lora")
+
+
+def test_a_rank_above_that_of_the_maps_is_refused():
+    loop = ouro()
+    most = loop.model.config.hidden_size
+    with pytest.raises(
+        ConfigError, match=f"lora.rank: expected at most {most}, .*, got {most + 1}"
+    ):
+        adapt(loop, LoraConfig(rank=most + 1), torch.float64, 0)
+    adapt(loop, LoraConfig(rank=most), torch.float64, 0)
 
 
 # -- where they begin
@@ -353,3 +365,14 @@ def test_adapters_that_can_not_be_read(tmp_path):
     other.save_pretrained(tmp_path / "ia3")
     with pytest.raises(ValueError, match=r"expected a LoRA adapter .*got IA3"):
         load_adapter(tmp_path / "ia3", ouro().model)
+
+
+def test_an_adapter_without_whole_weights_is_named(tmp_path):
+    write_adapter(adapted(ouro()).model, tmp_path / "adapter", "base", True)
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"adapter: its adapter's weights can't be read: .*header"):
+        load_adapter(tmp_path / "adapter", ouro().model)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"adapter: expected adapter_model.safetensors beside"):
+        load_adapter(tmp_path / "adapter", ouro().model)

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
 )
 
 from stars_fast.cli import main
@@ -243,6 +244,36 @@ def test_the_same_tokens_are_generated(name, options):
     assert len(set(mine.flatten().tolist())) > 3
 
 
+def test_generation_is_called_as_by_others(tmp_path):
+    native, other = pair()
+    words = AutoTokenizer.from_pretrained(checkpoint())
+    ids = tokens(1, 7)
+    ends = {"stop_strings": ["a"], "tokenizer": words}
+    assert torch.equal(greedy(other, ids, new=20, **ends), greedy(native, ids, new=20, **ends))
+    embeds = other.get_input_embeddings()(ids)
+    made = other.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
+    assert torch.equal(made, native.generate(inputs_embeds=embeds, max_new_tokens=8))
+    with pytest.raises(NotImplementedError, match="generate_batch: expected generate"):
+        other.generate_batch([[5, 6]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["turns", "exit_at_step", "exit_threshold", "tol"])
+def test_a_depth_in_generation_settings_is_refused(name):
+    other = portable.OuroForCausalLM.from_pretrained(checkpoint())
+    with pytest.raises(ValueError, match=f"generation_config: expected no {name}, got 1"):
+        greedy(other, tokens(1, 4), generation_config=GenerationConfig(**{name: 1}))
+    setattr(other.generation_config, name, 1)
+    with pytest.raises(ValueError, match=f"generation_config: expected no {name}, got 1"):
+        greedy(other, tokens(1, 4))
+
+
+def test_turns_of_a_load_are_those_of_the_configuration():
+    other = portable.OuroForCausalLM.from_pretrained(checkpoint(), turns=6, tol=0.0)
+    assert torch.equal(
+        greedy(other, tokens(1, 5)), greedy(model(torch.float32), tokens(1, 5), turns=6)
+    )
+
+
 # -- the loss, and mistakes
 
 
@@ -419,7 +450,7 @@ def test_other_families_have_no_such_code(tmp_path, capsys):
     family.export(net, tmp_path / "looped", **shape)
     assert main(["export", str(tmp_path / "looped"), str(tmp_path / "out"), "--portable"]) == 2
     said = capsys.readouterr().err
-    assert "portable: expected False for a model of LoopedLM, got True" in said
+    assert "portable: expected none for a model of LoopedLM, got it: there is code" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -11,6 +11,7 @@ from stars_fast.data.chat import ChatDataConfig
 from stars_fast.data.documents import PackedChats, PaddedChats
 from stars_fast.data.kinds import DataKind, OpenData
 from stars_fast.data.packing import efficiency
+from stars_fast.data.sources import TINY_CHAT
 from stars_fast.data.tokenised import load_chats
 
 
@@ -32,6 +33,12 @@ class ChatsKind(DataKind):
 
     def packs(self, section: ChatsSection) -> bool:
         return section.packing
+
+    def unread(self, section: ChatsSection) -> dict[str, str]:
+        found = {} if section.packing else {"row_length": "data.packing is false"}
+        if section.source == TINY_CHAT:
+            found |= dict.fromkeys(("subset", "split"), f"data.source is {TINY_CHAT}")
+        return found
 
     def open(
         self, section: ChatsSection, tokenizer: Any, seed: int, quiet: bool = True

@@ -46,6 +46,10 @@ class Sums:
     def fingerprint(self) -> int:
         return zlib.crc32(self.rows.numpy().data)
 
+    def largest_token(self) -> int:
+        ids = self.data.ids
+        return AdditionTokenizer.vocab_size - 1 if ids is None else int(ids.max())
+
     def batch(self, units: np.ndarray) -> HostBatch:
         tokens, targets, mask = self.data.batch(self.split, torch.from_numpy(units))
         return HostBatch(tokens, targets, padded_tokens(mask))
@@ -58,6 +62,10 @@ class SumsKind(DataKind):
 
     def longest(self, section: SumsSection) -> int:
         return 3 * section.digits + 3
+
+    def unread(self, section: SumsSection) -> dict[str, str]:
+        read = section.train_file is None or section.test_file is None
+        return {} if read else {"seed": "both splits are files"}
 
     def open(self, section: SumsSection, tokenizer: Any, seed: int, quiet: bool = True) -> OpenData:
         try:

@@ -8,7 +8,6 @@ where it is used.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cache
@@ -25,8 +24,9 @@ from stars_fast.base.choices import names_of
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.models.adapter_folder import adapter_base
-from stars_fast.models.folders import check_exists, check_folder, not_loaded
+from stars_fast.models.folders import check_exists, check_folder, not_loaded, read_json
 from stars_fast.models.loop import Loop
+from stars_fast.models.reading import read_tokenizer
 from stars_fast.models.shape import Shape
 
 
@@ -71,6 +71,10 @@ class Family(ABC):
         """Whether a checkpoint with this `config.json` is one of its own."""
         return config.get("model_type") == self.model_type
 
+    def injects(self, section: Any) -> bool:
+        """Whether a turn of a section's model takes in the prelude's output besides the state."""
+        return False
+
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         """The turns that a checkpoint with this `config.json` takes; None where it does not say."""
         return None
@@ -87,6 +91,10 @@ class Family(ABC):
             ConfigError: the section gives less than the data need.
         """
         return section
+
+    def unread(self, section: Any) -> dict[str, str]:
+        """Fields of a section that are not read, the others being what they are, and why."""
+        return {}
 
     def shape(self, section: Any) -> Shape:
         """The sizes of a section's model, told without making it.
@@ -142,12 +150,9 @@ class Family(ABC):
         """The tokenizer, of transformers, of a folder or of the hub.
 
         Raises:
-            OSError, ValueError: it has none.
+            ValueError: it has none.
         """
-        from transformers import AutoTokenizer
-
-        # Without a word on it a folder with `auto_map` makes transformers ask on the terminal.
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return read_tokenizer(path)
 
     @abstractmethod
     def loop(self, model: Any) -> Loop:
@@ -247,7 +252,10 @@ def checkpoint_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path).expanduser() / "config.json"
     if file.exists():
-        return json.loads(file.read_text(encoding="utf-8"))
+        try:
+            return read_json(file)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
     from transformers import PretrainedConfig
 
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
-from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -22,6 +22,7 @@ from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
+from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import Shape
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
@@ -151,8 +152,19 @@ class HuginnFamily(Family):
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"
 
+    def injects(self, section: Any) -> bool:
+        return True
+
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("mean_recurrence", 32))
+
+    def unread(self, section: HuginnSection) -> dict[str, str]:
+        given = section.path != TINY_MODEL
+        return (
+            dict.fromkeys(("shape", "width", "layers"), f"model.path is not {TINY_MODEL}")
+            if given
+            else {}
+        )
 
     def shape(self, section: HuginnSection) -> Shape:
         config: Mapping[str, Any] = SIZES.get(section.path, {})
@@ -192,7 +204,7 @@ class HuginnFamily(Family):
             return _start(section, section.path, dtype)
         from stars_fast.models.huginn.tiny import write_tiny_huginn
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, naming(folder):
             write_tiny_huginn(
                 folder,
                 shape=section.shape,
@@ -235,7 +247,7 @@ class HuginnFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
         from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
         if (Path(beside) / "generation_config.json").exists():
@@ -258,20 +270,14 @@ class HuginnFamily(Family):
 
 
 def _start(section: HuginnSection, path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    from transformers import AutoTokenizer
-
     from stars_fast.models.huginn import HuginnForCausalLM
 
-    try:
+    with reading(path, f"model.path {path}, model.attention {section.attention}"):
         check_exists(path)
         model = HuginnForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=section.attention
         )
-        return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {path}, model.attention {section.attention}: {error}"
-        ) from error
+        return model, read_tokenizer(path)
 
 
 FAMILY = HuginnFamily()

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import seeded_noise
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
+from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import Shape, shape_of_config
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens, describe_tokens
@@ -103,9 +106,7 @@ class LoopedDecoderLoop(Loop):
         e = self._prelude(tokens, samples.cu_seqlens)
         config = self.model.config
         if seeds is not None and self.model.training and config.state == "noise":
-            h, generator = torch.zeros_like(e), torch.Generator(device=e.device)
-            for seed, part in zip(seeds, samples.per_sample(h), strict=True):
-                part.normal_(std=config.state_std, generator=generator.manual_seed(seed))
+            h = seeded_noise(e, samples, seeds) * config.state_std
         else:
             positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
             h = self.model.model.first_state(e, positions)
@@ -167,8 +168,15 @@ class LoopedDecoderFamily(Family):
     def describe(self, section: LoopedDecoderSection) -> str:
         return f"Looped decoder ({section.path})"
 
+    def injects(self, section: LoopedDecoderSection) -> bool:
+        return section.injection != "none"
+
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
+
+    def unread(self, section: LoopedDecoderSection) -> dict[str, str]:
+        given = section.path != TINY_MODEL
+        return dict.fromkeys(("width", "depth"), f"model.path is not {TINY_MODEL}") if given else {}
 
     def shape(self, section: LoopedDecoderSection) -> Shape:
         if section.path == TINY_MODEL:
@@ -244,7 +252,7 @@ class LoopedDecoderFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
 
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
@@ -263,7 +271,7 @@ class LoopedDecoderFamily(Family):
 
 
 def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
@@ -271,7 +279,7 @@ def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module
     options: dict[str, Any] = {"dtype": dtype}
     if section.attention is not None:
         options["attn_implementation"] = section.attention
-    try:
+    with reading(path, f"model.path {path}"):
         check_exists(path)
         config = checkpoint_config(path)
         if config.get("model_type") == LoopedDecoderFamily.model_type:
@@ -280,11 +288,7 @@ def _start(section: LoopedDecoderSection, dtype: torch.dtype) -> tuple[nn.Module
         else:
             decoder = AutoModelForCausalLM.from_pretrained(path, **options)
             model = LoopedDecoderForCausalLM.from_decoder(decoder, **section.loop)
-        return model, AutoTokenizer.from_pretrained(path)
-    except ConfigError:
-        raise
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.path {path}: {error}") from error
+        return model, read_tokenizer(path)
 
 
 def _check_same_loop(section: LoopedDecoderSection, config: Any) -> None:
@@ -319,7 +323,7 @@ def _start_tiny(
     section: LoopedDecoderSection, dtype: torch.dtype, seed: int
 ) -> tuple[nn.Module, Any]:
     """A Llama with random weights, looped, and the package's tokenizer."""
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 
@@ -338,9 +342,9 @@ def _start_tiny(
         model = LoopedDecoderForCausalLM.from_decoder(cast(decoder, dtype), **section.loop)
     except ValueError as error:
         raise ConfigError(f"model: {error}") from error
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, naming(folder):
         write_tokenizer(Path(folder), train_tokenizer(TINY_VOCABULARY), 512)
-        return model, AutoTokenizer.from_pretrained(folder)
+        return model, read_tokenizer(folder)
 
 
 FAMILY = LoopedDecoderFamily()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
-from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import naming
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
@@ -21,6 +21,7 @@ from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
 from stars_fast.models.families import Family, checkpoint_config
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Turn, matrix_weights
+from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import Shape, shape_of_config
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
@@ -133,6 +134,12 @@ class OuroFamily(Family):
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
 
+    def unread(self, section: OuroSection) -> dict[str, str]:
+        given = section.path != TINY_MODEL
+        return (
+            dict.fromkeys(("width", "layers"), f"model.path is not {TINY_MODEL}") if given else {}
+        )
+
     def shape(self, section: OuroSection) -> Shape:
         config: Mapping[str, Any] = SIZES.get(section.path, {})
         if section.path == TINY_MODEL:
@@ -155,7 +162,7 @@ class OuroFamily(Family):
             return _start(section, section.path, dtype)
         from stars_fast.models.ouro.tiny import write_tiny_ouro
 
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, naming(folder):
             write_tiny_ouro(
                 folder,
                 seed=derive(seed, "init") % 2**32,
@@ -198,7 +205,7 @@ class OuroFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
         from stars_fast.models.ouro.loading import set_stop
 
         if (Path(beside) / "generation_config.json").exists():
@@ -220,20 +227,14 @@ class OuroFamily(Family):
 
 
 def _start(section: OuroSection, path: str, dtype: torch.dtype) -> tuple[nn.Module, Any]:
-    from transformers import AutoTokenizer
-
     from stars_fast.models.ouro import OuroForCausalLM
 
-    try:
+    with reading(path, f"model.path {path}, model.attention {section.attention}"):
         check_exists(path)
         model = OuroForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=section.attention, gate=section.gate
         )
-        return model, AutoTokenizer.from_pretrained(path)
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(
-            f"model.path {path}, model.attention {section.attention}: {error}"
-        ) from error
+        return model, read_tokenizer(path)
 
 
 FAMILY = OuroFamily()

@@ -176,9 +176,10 @@ class MetricsLog:
                 what(tracker)
             except OSError as error:
                 self._trackers.remove(tracker)
+                name = type(tracker).__name__.strip("_")
                 self._say(
-                    f"warning: a tracker can't write: {cant_write(self._path, error)}. It is "
-                    "dropped until the run is resumed; metrics.jsonl goes on"
+                    f"warning: {name} can't write: {cant_write(self._path, error)}. It is dropped "
+                    "until the run is resumed; metrics.jsonl goes on"
                 )
 
 

@@ -15,12 +15,15 @@ from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.training.scale.distributed import settle
 
 
-class Recorded(JacobianPenalty, trl.GRPOTrainer):
-    """Keeps what each micro-batch of a step was trained on."""
+def recorded(kind):
+    """The penalised trainer of that kind, which keeps what each micro-batch was trained on."""
 
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        self.seen = [*getattr(self, "seen", []), dict(inputs)]
-        return super().compute_loss(model, inputs, *args, **kwargs)
+    class Recorded(JacobianPenalty, getattr(trl, f"{kind}Trainer")):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            self.seen = [*getattr(self, "seen", []), dict(inputs)]
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    return Recorded
 
 
 def reward(prompts, completions, completion_ids, **kwargs):
@@ -28,14 +31,16 @@ def reward(prompts, completions, completion_ids, **kwargs):
     return [float(sum(ids) % 7) for ids in completion_ids]
 
 
-def train(net, tokenizer, folder, weight, accumulation=2, launch=None, **options):
+def train(net, tokenizer, folder, weight, accumulation=2, launch=None, kind="GRPO", **options):
     """The trainer after a step, and the gradients of that."""
     settings = {"num_generations": 2, "max_completion_length": 6, "bf16": False, "beta": 0.0}
     settings["gradient_checkpointing"] = False  # by default TRL recomputes
-    args = arguments(folder, 2, accumulation, trl.GRPOConfig, **settings, **launch or {})
+    args = arguments(
+        folder, 2, accumulation, getattr(trl, f"{kind}Config"), **settings, **launch or {}
+    )
     data = Dataset.from_dict({"prompt": ["1 + 2", "a much longer question", "7 * 8", "9 - 1"]})
     gradients = Gradients()
-    trainer = Recorded(
+    trainer = recorded(kind)(
         net, reward, args=args, train_dataset=data, processing_class=tokenizer,
         callbacks=[gradients], penalty_weight=weight, **options,
     )  # fmt: skip

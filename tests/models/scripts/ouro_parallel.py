@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from shared_gradients import compare, gradients
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -20,22 +21,6 @@ rank, folder = dist.get_rank(), sys.argv[1]
 
 def load(gate):
     return OuroForCausalLM.from_pretrained(folder, dtype=torch.float64, gate=gate).train()
-
-
-def gradients(net):
-    named = [(n.removeprefix("module."), p.grad) for n, p in net.named_parameters()]
-    full = {
-        n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in named if g is not None
-    }
-    return {n: g.clone() for n, g in full.items()}
-
-
-def compare(mine, whole, what):
-    assert mine.keys() == whole.keys(), (what, mine.keys() ^ whole.keys())
-    for name, expected in whole.items():
-        torch.testing.assert_close(
-            mine[name], expected, rtol=1e-9, atol=1e-12, msg=f"{what} {name}"
-        )
 
 
 ids = torch.randint(3, 320, (4, 9), generator=torch.Generator().manual_seed(0))
