@@ -17,6 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from stars_fast.base.checks import check_number
 from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.dual.graphed_block import GraphedBlock
 from stars_fast.dual.layout import stack_pair
@@ -99,6 +100,7 @@ def fused_jsrr(
     normalize: Literal["sample", "batch"] = ...,
     detach: bool = ...,
     fraction: float = ...,
+    margin: float = ...,
     generator: torch.Generator | None = ...,
     return_output: Literal[False] = ...,
 ) -> Tensor: ...
@@ -119,6 +121,7 @@ def fused_jsrr(
     normalize: Literal["sample", "batch"] = ...,
     detach: bool = ...,
     fraction: float = ...,
+    margin: float = ...,
     generator: torch.Generator | None = ...,
     return_output: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -138,6 +141,7 @@ def fused_jsrr(
     normalize: Literal["sample", "batch"] = "sample",
     detach: bool = True,
     fraction: float = 1.0,
+    margin: float = 0.0,
     generator: torch.Generator | None = None,
     return_output: bool = False,
 ) -> Any:
@@ -173,6 +177,9 @@ def fused_jsrr(
             part of the cost. Tensors in `args` and `kwargs` whose first dimension is B are cut
             along with `h`. With `cu_seqlens` or `return_output` the others stay in the pass with a
             zero v: unbiased too, but at full cost.
+        margin: m of the hinge max(0, ||J v|| - m)^2, which takes the place of ||J v||^2: where the
+            map shrinks v to m or less there is no pressure. With `normalize` "sample" that is
+            asked of each sample, with "batch" of all together.
         generator: of v and of the drawn samples. Under activation checkpointing around this call
             use the global generator (checkpointing restores it) or pass `v`.
         return_output: also return the primal output, which the pass computes anyway.
@@ -190,6 +197,7 @@ def fused_jsrr(
     kwargs = kwargs or {}
     _check_h(h)
     _check_options(power_steps, normalize, fraction)
+    check_number("margin", margin, 0.0)
     if detach and h.requires_grad and return_output and torch.is_grad_enabled():
         raise ValueError(
             "detach: one pass can't cut the loss off from h and keep the output connected to it; "
@@ -222,7 +230,7 @@ def fused_jsrr(
             stack = stack_pair(h, u.to(h.dtype))
     output, jv = _pass(block, stack, args, kwargs)
     _check_output(jv, h)
-    loss = samples.mean_square(jv, normalize)
+    loss = samples.mean_square(jv, normalize, margin)
     return (output, loss) if return_output else loss
 
 

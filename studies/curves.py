@@ -21,6 +21,7 @@ class SettingCurves:
     depth: mean number of turns in training, rounded.
     deepest: the most turns of 98 % of the training.
     seconds: of training, median; NaN if no run finished.
+    cost: counted, over SFT; NaN where it is not.
     median, low, high: {figure: curve} over the seeds; a value that was not finite is infinity.
     """
 
@@ -29,6 +30,7 @@ class SettingCurves:
     depth: int
     deepest: int
     seconds: float
+    cost: float
     median: dict[str, Curve]
     low: dict[str, Curve]
     high: dict[str, Curve]
@@ -91,12 +93,18 @@ def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> SettingCurv
         max(round(first["depth"]), 1),
         first["trained_turns"][-1],
         statistics.median(seconds) if seconds else math.nan,
+        first.get("counted_cost", math.nan),
         **over,
     )
 
 
 def _number(value: float | None) -> float:
     return math.inf if value is None else value
+
+
+def least(curve: Curve, first: int) -> float:
+    """The least value of a curve over its turns from `first` on."""
+    return min(value for turns, value in curve.items() if turns >= first)
 
 
 def mean_over(curve: Curve, first: int) -> float:

@@ -3,6 +3,8 @@
     title, asks         one line each
     panels              the factor that the figure has one panel for each level of; none for one
     findings            names of `findings.FINDINGS` that the numbers are held against
+    judged              fields of `judging.Judged`, where runs on sums are asked for more
+    reference           label of the runs whose seconds those of the others are measured by
     runs                products of factors: {factor: {level: fields of the configuration}}
     scales              quick and paper: a recipe (`base`), `settings` on top of it, and `runs` in
                         the place of the shared ones where they differ
@@ -24,10 +26,14 @@ from stars_fast.base.unique_keys import parse_yaml
 from stars_fast.training.config import RunConfig, config_from, parse_overrides
 from stars_fast.training.recipes import read_recipe
 from studies.findings import FINDINGS
+from studies.judging import USUAL, Judged
 
 SCALES = ("quick", "paper")
 OWN = ("seed", "out", "name")
 """Fields that the study sets for each run."""
+
+
+_OPTIONAL = {"panels", "findings", "runs", "judged", "reference"}
 
 
 class StudyCell(NamedTuple):
@@ -52,7 +58,8 @@ class Scale:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as its YAML says it; `asks` is the question and `panels` the figure's factor."""
+    """A study as its YAML says it; `asks` is the question, `panels` the figure's factor and
+    `reference` the label of the runs that costs are measured by, None without."""
 
     name: str
     title: str
@@ -60,6 +67,8 @@ class Study:
     panels: str | None
     findings: tuple[str, ...]
     scales: dict[str, Scale]
+    judged: Judged = USUAL
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,14 @@ class StudyRun:
 
     levels: the level of each factor.
     overrides: the fields that set it apart from the other runs, by dotted path.
+    judged: how it is judged.
     """
 
     levels: dict[str, str]
     seed: int
     overrides: dict[str, Any]
     config: RunConfig
+    judged: Judged = USUAL
 
     @property
     def label(self) -> str:
@@ -117,7 +128,7 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
         ConfigError: a key that is missing or unknown, an unknown finding, a factor of `panels` that
             not all runs have, or two runs with one label.
     """
-    _check_keys(name, mapping, {"title", "asks", "scales"}, {"panels", "findings", "runs"})
+    _check_keys(name, mapping, {"title", "asks", "scales"}, _OPTIONAL)
     scales = {}
     for scale, part in mapping["scales"].items():
         if scale not in SCALES:
@@ -134,6 +145,8 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
         mapping.get("panels"),
         tuple(mapping.get("findings", ())),
         scales,
+        _judged(name, mapping.get("judged", {})),
+        mapping.get("reference"),
     )
     for finding in study.findings:
         if finding not in FINDINGS:
@@ -145,10 +158,20 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
             raise ConfigError(
                 f"study {name}: panels: expected a factor of all runs, got {study.panels}"
             )
+        labels = [label_of(cell.levels) for cell in part.cells]
+        if study.reference is not None and study.reference not in labels:
+            raise ConfigError(
+                f"study {name}: reference: expected the label of a run, got {study.reference!r}"
+            )
         slugs = [_slug(label_of(cell.levels)) for cell in part.cells]
         if len(set(slugs)) < len(slugs):
             raise ConfigError(f"study {name}: two runs have one label at scale {scale}")
     return study
+
+
+def _judged(name: str, mapping: Mapping[str, Any]) -> Judged:
+    _check_keys(f"{name}, judged", mapping, set(), set(Judged._fields))
+    return Judged(**mapping)
 
 
 def _cells(products: Sequence[Mapping[str, Mapping[str, Mapping[str, Any]]]]) -> list[StudyCell]:
@@ -209,7 +232,8 @@ def study_runs(
                 config = config_from(merge_settings(shared, cell.fields) | place)
             except ConfigError as error:
                 raise ConfigError(f"{study.name}, {label_of(cell.levels)}: {error}") from error
-            runs.append(StudyRun(cell.levels, seed, tree.flat_mapping(cell.fields), config))
+            flat = tree.flat_mapping(cell.fields)
+            runs.append(StudyRun(cell.levels, seed, flat, config, study.judged))
     return runs
 
 

@@ -2,8 +2,9 @@
 checkpoint is there."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,18 +13,20 @@ from torch import Tensor
 from stars_fast.analysis.report.summary import number
 from stars_fast.analysis.spectrum import settled_radius
 from stars_fast.analysis.trajectory import trajectory
+from stars_fast.base.checkpoints import checkpoints
 from stars_fast.base.files import write_text
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
-from stars_fast.data.batches import MicroBatch, micro_batch, to_device
+from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
+from stars_fast.data.samples import sample_noise
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.run_data import data_of, open_data
 from stars_fast.models.loop import Loop
 from stars_fast.models.saved import ModelSource, find_model, load_model
+from stars_fast.training.config import load_config
 from stars_fast.training.run.metrics import read_metrics
+from stars_fast.training.step.cost import relative_cost
 
-DEEPEST = 100
-"""Turns up to which addition models are judged, at every number of them: the paper's."""
 RADIUS_TURNS = (4, 16, 64)
 TOLERANCE = 1e-3
 """Residual of an eigenpair, over its eigenvalue, at which a spectral radius is settled."""
@@ -31,7 +34,24 @@ SAMPLES = 32
 """Unseen sums whose states are looked at."""
 
 
-def judge_run(folder: Path, device: torch.device) -> dict[str, Any]:
+class Judged(NamedTuple):
+    """How a run on sums is judged.
+
+    deepest: turns up to which, at every number of them; by default the paper's.
+    checkpoints: newest ones that the accuracy is a mean of too, at `eval.turns`, as `lately`.
+    starts: whether the states that two different first states lead to are compared, as `apart`.
+    """
+
+    deepest: int = 100
+    checkpoints: int = 1
+    starts: bool = False
+
+
+USUAL = Judged()
+"""As most studies judge."""
+
+
+def judge_run(folder: Path, device: torch.device, judged: Judged = USUAL) -> dict[str, Any]:
     """The figures of the run in `folder`, by number of turns as text.
 
     Of sums: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
@@ -39,6 +59,9 @@ def judge_run(folder: Path, device: torch.device) -> dict[str, Any]:
         `residual` (size of that turn's step over that of the state before); the shares of these
         samples that are `contracting` (a radius below 1), and whose radius `settled` to `TOLERANCE`
         (that of others is an estimate).
+        Where `judged` asks, `lately` (the mean accuracy of the newest checkpoints) and `apart` (how
+        far the state that follows a first state of noise is from the usual one, over its size).
+        And `counted_cost`, that of a step over SFT's at `train.reference_turns`.
     Of text: the metrics of the end of the run, such as `validation_loss` in nats.
 
     And `seconds` of training (without evaluation and saving) and the `machine`. Values that are not
@@ -50,11 +73,15 @@ def judge_run(folder: Path, device: torch.device) -> dict[str, Any]:
     run = RunFolder(folder)
     asked = {
         "checkpoint": run.checkpoint().name,
-        "deepest": DEEPEST,
+        "deepest": judged.deepest,
         "samples": SAMPLES,
         "radius_turns": list(RADIUS_TURNS),
         "tolerance": TOLERANCE,
     }
+    if judged.checkpoints > 1:
+        asked["checkpoints"] = [path.name for path in _newest(run, judged.checkpoints)]
+    if judged.starts:
+        asked["starts"] = True
     kept = folder / "judged.json"
     if kept.exists():
         found = json.loads(kept.read_text(encoding="utf-8"))
@@ -62,7 +89,7 @@ def judge_run(folder: Path, device: torch.device) -> dict[str, Any]:
             return found
     source = find_model(folder)
     if data_of(source)[0].exact_match:
-        figures = _judge_sums(source, device)
+        figures = _judge_sums(source, device, judged)
     else:
         results = json.loads(run.results.read_text(encoding="utf-8"))
         results.pop("step")
@@ -85,17 +112,65 @@ def training_seconds(rows: list[dict[str, Any]]) -> float:
     return round(seconds, 1)
 
 
-def _judge_sums(source: ModelSource, device: torch.device) -> dict[str, Any]:
+def _newest(run: RunFolder, count: int) -> list[Path]:
+    """The newest checkpoints of a run, at most so many."""
+    return [path for _, path in sorted(checkpoints(run.checkpoints).items())][-count:]
+
+
+def _judge_sums(source: ModelSource, device: torch.device, judged: Judged) -> dict[str, Any]:
     loop = source.family.loop(load_model(source, device=str(device)))
     sums = open_data(source).held_out
     assert sums is not None
     batch = to_device(micro_batch(sums, np.arange(min(SAMPLES, len(sums)))), device)
-    turns = list(range(1, DEEPEST + 1))
-    return {"accuracy": evaluate(loop, sums, turns), **_states(loop, batch)}
+    config = load_config(str(source.run.path))
+    outside = loop.outside_block(len(batch.labels) / batch.tokens.numel())
+    found = {
+        "accuracy": evaluate(loop, sums, list(range(1, judged.deepest + 1))),
+        **_states(loop, batch, judged.deepest),
+        "counted_cost": relative_cost(config, outside),
+    }
+    if judged.starts:
+        found["apart"] = _apart(loop, batch, [*RADIUS_TURNS, judged.deepest])
+    if judged.checkpoints > 1:
+        found["lately"] = _lately(source, device, sums, config.eval.turns, judged.checkpoints)
+    return found
+
+
+def _lately(
+    source: ModelSource, device: torch.device, sums: Source, turns: Sequence[int], count: int
+) -> dict[int, float]:
+    """Mean accuracy of the newest checkpoints, by turns."""
+    curves = []
+    for path in _newest(source.run, count):
+        each = find_model(source.path, int(path.name.rpartition("-")[2]))
+        loop = each.family.loop(load_model(each, device=str(device)))
+        curves.append(evaluate(loop, sums, list(turns)))
+    return {turn: sum(curve[turn] for curve in curves) / len(curves) for turn in turns}
 
 
 @torch.no_grad()
-def _states(loop: Loop, batch: MicroBatch) -> dict[str, dict[int, float | None]]:
+def _apart(loop: Loop, batch: MicroBatch, turns: Sequence[int]) -> dict[int, float | None]:
+    """How far the state of a run from standard normal noise is from the usual one, over the size of
+    that, by turns; a mean over the samples."""
+    start, inputs = loop.begin(batch.tokens, batch.samples)
+    block = loop.turn(start, batch.samples, inputs)
+    noise = sample_noise(start, batch.samples, 0, 0, range(batch.samples.count))
+    mask = batch.samples.real
+    real = 1.0 if mask is None else mask.to(start.device)[..., None]
+    found = {}
+    one, other = start, noise
+    for turn in range(1, max(turns) + 1):
+        one, other = block(one), block(other)
+        if turn in turns:
+            gap, size = (((x * real).flatten(1).norm(dim=1)) for x in (one - other, one))
+            found[turn] = number(float((gap / size).mean()))
+    return found
+
+
+@torch.no_grad()
+def _states(
+    loop: Loop, batch: MicroBatch, deepest: int = USUAL.deepest
+) -> dict[str, dict[int, float | None]]:
     """Figures of the states, by turn, as `judge_run` says."""
     radii: dict[str, dict[int, float | None]] = {
         "radius": dict.fromkeys(RADIUS_TURNS),
@@ -117,7 +192,7 @@ def _states(loop: Loop, batch: MicroBatch) -> dict[str, dict[int, float | None]]
             radii["contracting"][turn] = float((radius < 1).double().mean())
             radii["settled"][turn] = float((settled & radius.isfinite()).double().mean())
 
-    path = trajectory(block, start, DEEPEST, mask=mask, visit=visit)
+    path = trajectory(block, start, deepest, mask=mask, visit=visit)
     means = {"rms": path.norm[1:], "residual": path.residual}
     sizes = {
         name: {turn: number(float(value)) for turn, value in enumerate(values.mean(1), start=1)}

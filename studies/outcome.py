@@ -1,23 +1,30 @@
 """Outcome of a study: study.json, a table in Markdown and the figure, all in its folder."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stars_fast.base.files import write_text
-from studies.curves import SettingCurves, gather, growth
+from studies.curves import SettingCurves, gather, growth, least
 from studies.definition import Study
-from studies.findings import judge_findings
+from studies.findings import FIXED, judge_findings
 from studies.verdicts import Verdict
 
-TABLE_TURNS = (1, 2, 4, 8, 16, 32, 64, 100)
+TABLE_TURNS = (1, 2, 4, 8, 16, 32, 64, 100, 200)
 """Turns that the table has a column for, where there are more than these."""
 
 _NOTE = (
     "Radius: the block's spectral radius at the state after so many turns, mean of some samples, "
     "with the share of them that is below 1; ~: not settled for all of them. Growth: size of the "
     "state after the most turns over that after the turns of training. s: seconds of training."
+)
+
+_COSTS = (
+    "Least: over all turns from 4 on; last four: the same of the mean of the newest checkpoints. "
+    "Apart: how far the state that follows a first state of noise is from the usual one, over its "
+    "size. Cost: over SFT, by count of turns and by seconds of training."
 )
 
 
@@ -67,15 +74,12 @@ def outcome_table(
     """The results and the verdicts in Markdown; medians, with the range over the seeds behind."""
     blocks = [[f"# {study.title} ({study.name}, {scale})"], [study.asks]]
     if results:
-        blocks += [_rows(results), [_NOTE] if "radius" in results[0].median else []]
-    blocks.append(
-        [
-            f"- {entry['label']}, seed {entry['seed']}: {entry['status']}"
-            + (f": {entry['failed']}" if "failed" in entry else "")
-            for entry in records
-            if entry["status"] != "done"
-        ]
-    )
+        rows = _rows(results)
+        if study.reference is not None:
+            rows = _beside(rows, _cost_columns(results, study.reference))
+        blocks += [rows, [_NOTE] if "radius" in results[0].median else []]
+        blocks += [[_COSTS] if study.reference is not None else []]
+    blocks.append(_left_out(records))
     for verdict in verdicts:
         reasons = [*map(str, verdict.parts), verdict.why_not]
         blocks.append([f"**{verdict.name.capitalize()}: {verdict.words}.** {verdict.claim}."])
@@ -108,6 +112,57 @@ def _rows(results: Sequence[SettingCurves]) -> list[str]:
         cells += [str(result.seeds), f"{result.seconds:.0f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _left_out(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines on the runs that are not done, and how many there are."""
+    seeds: dict[str, list[str]] = {}
+    for entry in records:
+        if entry["status"] != "done":
+            what = f"{entry['status']}: {entry['failed']}" if "failed" in entry else entry["status"]
+            seeds.setdefault(f"{entry['label']}, {{}}: {what}", []).append(str(entry["seed"]))
+    done = sum(entry["status"] == "done" for entry in records)
+    head = [f"{done} of {len(records)} runs are done. The others:", ""] if seeds else []
+    return head + [
+        f"- {line.format(('seed ' if len(of) == 1 else 'seeds ') + ', '.join(of))}"
+        for line, of in seeds.items()
+    ]
+
+
+def _beside(rows: list[str], columns: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with the cells of further columns, headings first, behind them."""
+    heads, *cells = zip(*columns, strict=True)
+    added = [heads, ["---"] * len(heads), *cells]
+    joined = [f"{row} {' | '.join(more)} |" for row, more in zip(rows, added, strict=True)]
+    joined[1] = rows[1] + "---|" * len(heads)
+    return joined
+
+
+def _cost_columns(results: Sequence[SettingCurves], reference: str) -> list[list[str]]:
+    """Columns on what holds at all turns, and on costs; a dash where there is no figure."""
+    seconds = {result.label: result.seconds for result in results}.get(reference, math.nan)
+
+    def least_of(result: SettingCurves, name: str) -> float:
+        return 100 * least(result.low[name], FIXED) if name in result.low else math.nan
+
+    columns = {
+        "least (%)": [least_of(result, "accuracy") for result in results],
+        "last four (%)": [least_of(result, "lately") for result in results],
+        "apart": [_last(result, "apart") for result in results],
+        "cost, counted": [result.cost for result in results],
+        "cost, measured": [result.seconds / seconds for result in results],
+    }
+    forms = {"least (%)": ".1f", "last four (%)": ".1f", "apart": ".2g"}
+    return [
+        [name, *("-" if math.isnan(v) else format(v, forms.get(name, ".2f")) for v in values)]
+        for name, values in columns.items()
+    ]
+
+
+def _last(result: SettingCurves, name: str) -> float:
+    """A figure after the most turns; NaN without."""
+    curve = result.median.get(name)
+    return curve[max(curve)] if curve else math.nan
 
 
 def _radius(result: SettingCurves, turns: int) -> str:

@@ -113,7 +113,7 @@ def _judge_new(run: StudyRun, world: World) -> None:
             f"{run.folder} ended without results, which a study reads: it needs eval.turns, and of "
             "Ouro data.validation or eval.tasks"
         )
-    judge_run(run.folder, world.device)
+    judge_run(run.folder, world.device, run.judged)
 
 
 def status(run: StudyRun) -> str:
@@ -139,7 +139,7 @@ def run_entry(run: StudyRun, world: World) -> dict[str, Any]:
     if entry["status"] == "failed":
         entry |= json.loads(note_of(run).read_text(encoding="utf-8"))
     elif entry["status"] == "done":
-        entry |= judge_run(run.folder, world.device)
+        entry |= judge_run(run.folder, world.device, run.judged)
         entry.pop("asked")
     return entry
 

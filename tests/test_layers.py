@@ -49,7 +49,19 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
     known = modules()
-    return {name: set(imports(path, known)) - {name} for name, path in known.items()}
+    found = {name: set(imports(path, known)) for name, path in known.items()}
+    return {n: (targets | packages(n, targets)) - {n} for n, targets in found.items()}
+
+
+def packages(name: str, targets: set[str]) -> set[str]:
+    """Packages whose `__init__` runs when a module is imported before its targets."""
+    return {each for t in targets for each in above(t)} - above(name)
+
+
+def above(name: str) -> set[str]:
+    """The packages that a module is in, the whole one aside."""
+    parts = name.split(".")
+    return {".".join(parts[:i]) for i in range(1, len(parts))}
 
 
 def floor(module: str) -> str:
@@ -91,4 +103,8 @@ def test_no_modules_import_each_other(graph):
 def test_circles_and_arrows_upward_are_found():
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}})) == {"b", "c"}
     assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    assert packages("models.x", {"models.ouro.cache", "models.y", "ops.z"}) == {
+        "models.ouro",
+        "ops",
+    }
     assert upward({"ops.x": {"dual.y"}, "dual.y": {"ops.x", "base.z"}}) == {("ops.x", "dual.y")}

@@ -1,4 +1,4 @@
-"""`stars-fast eval RUN...`: exact match of runs of the addition study, at each number of turns and,
+"""`stars-fast eval RUN...`: exact match of runs on sums and parities, at each number of turns and,
 with `--tol`, where turns end at rest."""
 
 import json
@@ -10,7 +10,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
-from stars_fast.evaluation.addition import evaluate
+from stars_fast.evaluation.addition import evaluate, judged_on
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.run_data import data_of, open_data
 from stars_fast.models.adapter_folder import adapter_base
@@ -54,36 +54,52 @@ def run_addition(
                 how = "it is evaluated with --tasks or --text"
             raise ConfigError(
                 f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on "
-                f"sums: {how}"
+                f"sums or parities: {how}"
             )
     accuracy: dict[str, Curve] = {}
+    further: dict[str, dict[str, Curve]] = {}
     adaptive: dict[str, Curves] = {}
-    samples = {}
+    samples, units = {}, set()
     for run, source in sources.items():
-        sums = open_data(source).held_out
-        assert sums is not None
+        data = open_data(source)
+        units.add(data.unit)
         loop = source.family.loop(load_model(source))
-        accuracy[run] = evaluate(loop, sums, turns, limit=limit)
+        found = {
+            name: evaluate(loop, each, turns, limit=limit) for name, each in judged_on(data).items()
+        }
+        accuracy[run] = found.pop("accuracy")
+        if found:
+            further[run] = found
+        sums = judged_on(data)["accuracy"]
         samples[run] = min(limit, len(sums))
         if tols:
             adaptive[run] = {
                 each: evaluate_adaptive(loop, sums, tols, max(turns), each, limit) for each in per
             }
     labels = labels_of({run: source.label for run, source in sources.items()})
-    print(_table({labels[run]: values for run, values in accuracy.items()}))
+    shown = {}
+    for run, values in accuracy.items():
+        shown[labels[run]] = values
+        for name, longer in further.get(run, {}).items():
+            shown[name.replace("accuracy", labels[run])] = longer
+    print(_table(shown))
 
     out.mkdir(parents=True, exist_ok=True)
     written: dict[str, Any] = {"samples": samples, "accuracy": accuracy}
+    if further:
+        written["further"] = further
     if tols:
         written["adaptive"] = {
             run: {each: {t: p._asdict() for t, p in points.items()} for each, points in by.items()}
             for run, by in adaptive.items()
         }
     write_text(out / "evaluation.json", json.dumps(written, indent=2) + "\n")
+    title = f"Exact match on unseen {units.pop() if len(units) == 1 else 'samples'}"
     accuracy_against_turns(
-        {labels[run]: values for run, values in accuracy.items()},
+        shown,
         out / "evaluation.png",
-        title="Exact match on unseen sums",
+        title=title,
+        ylabel="answered exactly",
         trained_depth={labels[run]: source.trained or 0 for run, source in sources.items()},
     )
     made = [out / "evaluation.json", out / "evaluation.png"]
@@ -93,8 +109,8 @@ def run_addition(
         accuracy_against_compute(
             _lines(labels, accuracy, adaptive),
             out / "compute.png",
-            title="Exact match on unseen sums",
-            ylabel="sums answered exactly",
+            title=title,
+            ylabel="answered exactly",
         )
         made.append(out / "compute.png")
     print(f"written: {', '.join(map(str, made))}")

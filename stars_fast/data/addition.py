@@ -134,14 +134,13 @@ class AdditionData:
         return Batch(tokens, targets, mask)
 
 
-def token_ids(tokenizer: Any) -> list[int]:
-    """Ids of a tokenizer of transformers for the characters of the sums, in the order of
-    `AdditionTokenizer.alphabet`.
+def token_ids(tokenizer: Any, alphabet: str = AdditionTokenizer.alphabet) -> list[int]:
+    """Ids of a tokenizer of transformers for the characters of an alphabet, by default that of the
+    sums, in its order.
 
     Raises:
         ValueError: it has no token for one of them alone.
     """
-    alphabet = AdditionTokenizer.alphabet
     found = [tokenizer.encode(each, add_special_tokens=False) for each in alphabet]
     missing = [each for each, ids in zip(alphabet, found, strict=True) if len(ids) != 1]
     if missing:

@@ -1,6 +1,6 @@
 """Which samples of a micro-batch are drawn, and the noise of each, as functions of the step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,10 +19,16 @@ def sample_noise(
     however the batch is split over ranks and micro-batches, packed or padded, and whenever the run
     is resumed.
     """
+    return seeded_noise(h, samples, [derive(seed, "noise", step, number) for number in numbers])
+
+
+def seeded_noise(h: Tensor, samples: Tokens, seeds: Sequence[int]) -> Tensor:
+    """Standard normal noise of the shape, dtype and device of `h` [B, S, ...], 0 on pads; that of a
+    sample is a function of its seed and its length."""
     noise = torch.zeros_like(h, requires_grad=False, memory_format=torch.contiguous_format)
     generator = torch.Generator(device=h.device)
-    for number, part in zip(numbers, samples.per_sample(noise), strict=True):
-        part.normal_(generator=generator.manual_seed(derive(seed, "noise", step, number)))
+    for seed, part in zip(seeds, samples.per_sample(noise), strict=True):
+        part.normal_(generator=generator.manual_seed(seed))
     return noise
 
 

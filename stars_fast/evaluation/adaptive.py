@@ -8,14 +8,17 @@ sum, answer included, rests at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from stars_fast.data.batches import Source
 from stars_fast.evaluation.addition import exact, first_batches
 from stars_fast.models.adaptive import Per, turns_until_rest
-from stars_fast.models.loop import Loop
+from stars_fast.models.loop import Loop, Turn
+from stars_fast.tokens import Tokens
 
 
 class Point(NamedTuple):
@@ -57,8 +60,8 @@ def evaluate_adaptive(
                 everything = torch.ones(h.shape[:2], dtype=torch.bool)
                 real = everything if batch.samples.real is None else batch.samples.real
                 real = real.to(h.device)
-                block = loop.turn(h, batch.samples, inputs)
-                h, turns = turns_until_rest(block, h, limit_turns, tol, per, real)
+                turn_of = partial(_turn_of, loop, batch.samples, h, inputs)
+                h, turns = turns_until_rest(turn_of, h, limit_turns, tol, per, real)
                 taken_here = turns[real]
                 right += exact(loop, h, batch)
                 taken += int(taken_here.sum())
@@ -69,3 +72,13 @@ def evaluate_adaptive(
     finally:
         loop.model.train(was_training)
     return found
+
+
+def _turn_of(
+    loop: Loop, samples: Tokens, h: Tensor, inputs: Tensor | None, rows: Tensor | None
+) -> Turn:
+    """One turn of the sequences `rows` [b] int64 of a batch; None for all."""
+    if rows is None:
+        return loop.turn(h, samples, inputs)
+    part = samples.subset(rows.tolist())
+    return loop.turn(part.cut(h), part.tokens, None if inputs is None else part.cut(inputs))

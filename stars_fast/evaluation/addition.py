@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
+from stars_fast.data.kinds import OpenData
 from stars_fast.models.loop import Loop
 
 
@@ -51,6 +52,14 @@ def evaluate(
     finally:
         loop.model.train(was_training)
     return {turn: hits / count for turn, hits in right.items()}
+
+
+def judged_on(data: OpenData) -> dict[str, Source]:
+    """Unseen samples by the name of their figure: accuracy, and where a kind has further ones that
+    with theirs, such as accuracy_2x."""
+    assert data.held_out is not None
+    further = {f"accuracy_{name}": source for name, source in data.further.items()}
+    return {"accuracy": data.held_out, **further}
 
 
 def first_batches(loop: Loop, sums: Source, limit: int, batch_size: int) -> Iterator[MicroBatch]:

@@ -29,10 +29,10 @@ from stars_fast.evaluation.answer_cache import identity_of, own_table  # noqa: E
 from stars_fast.evaluation.hf_model import StandardLM  # noqa: E402
 from stars_fast.models.adaptive import Per  # noqa: E402
 from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
-from stars_fast.models.generation import adopt_depth  # noqa: E402
 from stars_fast.models.huginn import HuginnForCausalLM  # noqa: E402
 from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
 from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
+from stars_fast.models.ouro.generation import adopt_depth  # noqa: E402
 from stars_fast.models.reading import reading  # noqa: E402
 
 CLASSES: dict[str, Any] = {

@@ -130,7 +130,7 @@ class JacobianPenalty(_Trainer):
         self.accelerator.gradient_accumulation_steps = 1
         self.penalty = penalty
         if _generates(self) and hasattr(self.model, "depth_settings"):
-            from stars_fast.models.generation import adopt_depth
+            from stars_fast.models.ouro.generation import adopt_depth
 
             adopt_depth(self.model)
         if turns is not None and _generates(self):
@@ -262,7 +262,7 @@ class JacobianPenalty(_Trainer):
             inputs=injected,
         )
         with self.accelerator.autocast():
-            return jacobian_estimate(block, h, v, counted, self.penalty)
+            return jacobian_estimate(block, h, v, counted, self.penalty)[1]
 
     def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the Trainer divides the loss by the number of micro-batches afterwards."""

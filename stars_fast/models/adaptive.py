@@ -110,7 +110,7 @@ class AdaptiveDepth:
 
 
 def turns_until_rest(
-    block: Callable[[Tensor], Tensor],
+    turn_of: Callable[[Tensor | None], Callable[[Tensor], Tensor]],
     h: Tensor,
     limit: int,
     tol: float | None,
@@ -120,7 +120,7 @@ def turns_until_rest(
     """Take turns from h until all rests, at most `limit`.
 
     Args:
-        block: one turn, [b, S, D] -> [b, S, D], of any of the sequences.
+        turn_of: gives one turn, [b, S, D] -> [b, S, D], of the sequences [b] int64; None for all.
         h: [B, S, D].
         limit, tol, per: as `AdaptiveDepth`.
         real: [B, S] boolean, False on pads; None without.
@@ -132,6 +132,9 @@ def turns_until_rest(
         ValueError: as `AdaptiveDepth`.
     """
     depth = AdaptiveDepth(h, limit, tol, per)
+    rows, turn = depth.rows, turn_of(None)
     while depth.goes_on:
-        h = depth.step(h, block(depth.of(h)), real)
+        if depth.rows is not rows:
+            rows, turn = depth.rows, turn_of(depth.rows)
+        h = depth.step(h, turn(depth.of(h)), real)
     return h, depth.turns

@@ -57,17 +57,24 @@ def take_documents(
     return None, queries
 
 
-def check_arguments(kwargs: dict[str, Any], what: str) -> None:
-    """Raise TypeError, ValueError for arguments of a call that have no meaning here."""
+def check_arguments(kwargs: dict[str, Any], config: Any, what: str) -> None:
+    """Raise TypeError, ValueError for arguments of a call that have no meaning here.
+
+    Args:
+        kwargs: those that the call does not name.
+        config: of the model, whose settings stand for arguments that are not given.
+        what: the model, in words.
+    """
     if unknown := sorted(set(kwargs) - _PASSED_ALONG):
         raise TypeError(f"{what}: unknown arguments {unknown}")
-    if kwargs.get("output_attentions"):
+    wanted = kwargs.get("output_attentions")
+    if getattr(config, "output_attentions", False) if wanted is None else wanted:
         raise ValueError("output_attentions: expected False; the kernels keep no weights")
 
 
 def wants_dict(config: Any, return_dict: bool | None) -> bool:
     """Whether a call gives its output by name, rather than as a tuple."""
-    return config.return_dict if return_dict is None else return_dict
+    return getattr(config, "return_dict", True) if return_dict is None else return_dict
 
 
 def kept_states(h: Tensor, logits_to_keep: int | Tensor) -> Tensor:

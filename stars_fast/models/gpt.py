@@ -14,6 +14,7 @@ The layers are written once, with plain tensor operations, and run on a tensor o
 Shapes: B batch, S tokens, D model width, H heads, F MLP width.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,11 +39,13 @@ def make_norm(norm: str, d_model: int) -> nn.Module:
 
 
 class CausalAttention(nn.Module):
-    """Multi-head causal self-attention, [B, S, D] -> [B, S, D]."""
+    """Multi-head causal self-attention, [B, S, D] -> [B, S, D], to all tokens up to its own or the
+    last `window` of them."""
 
-    def __init__(self, d_model: int, n_heads: int) -> None:
+    def __init__(self, d_model: int, n_heads: int, window: int | None = None) -> None:
         super().__init__()
         self.n_heads = n_heads
+        self.window = window
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, d_model)
 
@@ -52,7 +55,10 @@ class CausalAttention(nn.Module):
             part.view(B, S, self.n_heads, D // self.n_heads).transpose(1, 2)
             for part in self.qkv(x).chunk(3, dim=-1)
         )
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = None
+        if self.window is not None and self.window < S:
+            seen = torch.ones(S, S, dtype=torch.bool, device=x.device).tril().triu(1 - self.window)
+        o = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None)
         return self.out(o.transpose(1, 2).reshape(B, S, D))
 
 
@@ -90,14 +96,16 @@ class Residual(nn.Module):
 class GPTBlock(nn.Module):
     """One layer: causal attention, then the MLP, each a residual sub-layer.
 
-    `config` gives `d_model`, `n_heads`, `d_ff`, `placement`, `norm`, `activation` and `dropout`
-    (on each sub-layer's output). Maps h [B, S, D] to [B, S, D] in the same dtype.
+    `config` gives `d_model`, `n_heads`, `window`, `d_ff`, `placement`, `norm`, `activation` and
+    `dropout` (on each sub-layer's output). Maps h [B, S, D] to [B, S, D] in the same dtype.
     """
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
         place = (config.placement, config.norm, config.d_model, config.dropout)
-        self.attention = Residual(CausalAttention(config.d_model, config.n_heads), *place)
+        self.attention = Residual(
+            CausalAttention(config.d_model, config.n_heads, config.window), *place
+        )
         self.mlp = Residual(MLP(config.d_model, config.d_ff, config.activation), *place)
 
     def forward(self, h: Tensor) -> Tensor:

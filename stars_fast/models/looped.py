@@ -1,6 +1,9 @@
 """The looped language model: prelude, a shared block applied for any number of turns, coda, head.
 
-    logits = head(coda(block^turns(prelude(tokens))))
+    logits = head(coda(turn^turns(prelude(tokens))))
+
+A turn is the block, or with an injection (`models.injection`) the block on the state and the
+prelude's output.
 
 Shapes: B batch, S tokens, D model width, V vocabulary.
 """
@@ -13,28 +16,33 @@ from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
 from stars_fast.models.adaptive import Per, turns_until_rest
+from stars_fast.models.first_state import placed_noise
 from stars_fast.models.gpt import GPTBlock, make_norm
+from stars_fast.models.injection import Adapter, Injected
 from stars_fast.models.looped_config import LoopedConfig
 
 
 class LoopedLM(nn.Module):
-    """A looped decoder-only language model with learned positions and a tied head.
+    """A looped decoder-only language model with a tied head.
 
     `block` is the shared map of one turn, h [B, S, D] -> [B, S, D], causal inside; hand it to
-    `stars_fast.fused_jsrr` as it is. The head is a closing norm and the tied projection.
+    `stars_fast.fused_jsrr` as it is, or with an injection `turn(inputs)`. The head is a closing
+    norm and the tied projection.
     """
 
     def __init__(self, config: LoopedConfig) -> None:
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = nn.Embedding(config.max_length, config.d_model)
+        learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_length, config.d_model) if learned else None
         self.dropout = nn.Dropout(config.dropout)
         self.prelude_layers = _layers(config, config.n_prelude)
         self.block = _layers(config, config.n_layers)
         self.coda_layers = _layers(config, config.n_coda)
         self.norm = make_norm(config.norm, config.d_model)
         self._init_weights()
+        self.adapter = self._new_adapter()
 
     def _init_weights(self) -> None:
         """GPT-2's normal weights (std 0.02 at width 768), scaled to the fan-in; zero biases.
@@ -49,16 +57,61 @@ class LoopedLM(nn.Module):
             elif isinstance(module, nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
 
+    @torch.no_grad()
+    def _new_adapter(self) -> Adapter | None:
+        if self.config.injection != "adapter":
+            return None
+        adapter = Adapter(self.config.d_model, self.config.state == "prelude")
+        adapter.linear.weight.copy_(adapter.start())
+        return adapter
+
+    @property
+    def injects(self) -> bool:
+        """Whether a turn takes in the prelude's output."""
+        return self.config.injection != "none"
+
+    def turn(self, inputs: Tensor | None = None) -> nn.Sequential:
+        """The map of one turn, h [B, S, D] -> [B, S, D], of the model's own layers.
+
+        Args:
+            inputs: [B, S, D], the prelude's output, with an injection.
+
+        Raises:
+            ValueError: inputs without an injection, or none with one.
+        """
+        if self.injects != (inputs is not None):
+            expected = "the prelude's output [B, S, D]" if self.injects else "None"
+            got = "None" if inputs is None else list(inputs.shape)
+            raise ValueError(
+                f"inputs: expected {expected} with injection {self.config.injection}, got {got}"
+            )
+        if inputs is None:
+            return self.block
+        return nn.Sequential(Injected(self.adapter, inputs), *self.block)
+
+    def first_state(self, inputs: Tensor) -> Tensor:
+        """h^(0) [B, S, D] from the prelude's output; noise is drawn anew in training, else it is a
+        function of the token's place."""
+        if self.config.state == "prelude":
+            return inputs
+        if self.training:
+            return torch.randn_like(inputs)
+        positions = torch.arange(inputs.shape[1])[None]
+        noise = placed_noise(positions, inputs.shape[-1])
+        return noise.to(inputs.device, inputs.dtype).expand(inputs.shape)
+
     def prelude(self, tokens: Tensor) -> Tensor:
-        """Token ids [B, S] int64 -> h^(0) [B, S, D].
+        """Token ids [B, S] int64 -> [B, S, D]: h^(0), and what an injection takes in.
 
         Raises:
             ValueError: `tokens` is not a two-dimensional int64 tensor or is longer than
                 `config.max_length`.
         """
         _check_tokens(tokens, self.config.max_length)
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.prelude_layers(self.dropout(self.tokens(tokens) + self.positions(positions)))
+        x = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return self.prelude_layers(self.dropout(x))
 
     def coda(self, h: Tensor) -> Tensor:
         """h after the last turn [B, S, D] -> [B, S, D]; the identity without coda layers."""
@@ -86,19 +139,26 @@ class LoopedLM(nn.Module):
             ValueError: as `prelude`, if `turns` is not a positive integer, and for a `tol` or
                 `tol_per` out of range.
         """
-        h, _ = turns_until_rest(self.block, self.prelude(tokens), turns, tol, tol_per, real)
+        e = self.prelude(tokens)
+
+        def turn_of(rows: Tensor | None) -> nn.Sequential:
+            return self.turn((e if rows is None else e[rows]) if self.injects else None)
+
+        h, _ = turns_until_rest(turn_of, self.first_state(e), turns, tol, tol_per, real)
         return self.head(self.coda(h))
 
     def states(self, tokens: Tensor, turns: int) -> list[Tensor]:
-        """[h^(0), ..., h^(turns)], each [B, S, D]: the prelude's output, then each turn's.
+        """[h^(0), ..., h^(turns)], each [B, S, D]: the first state, then each turn's.
 
         Raises:
             ValueError: as `forward`.
         """
         check_integer("turns", turns, 1)
-        states = [self.prelude(tokens)]
+        e = self.prelude(tokens)
+        turn = self.turn(e if self.injects else None)
+        states = [self.first_state(e)]
         for _ in range(turns):
-            states.append(self.block(states[-1]))
+            states.append(turn(states[-1]))
         return states
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ def looped_block(
         Huginn: the adapter on (state, inputs), then the core block. Loaded by remote code, its
             layers take no mask, so pads must stand on the right, and documents can't be packed.
         a looped decoder (`LoopedDecoderForCausalLM`): injection, block, and its norm between turns.
-        `LoopedLM`: its `block`.
+        `LoopedLM`: its `block`, after the injection if it has one.
         any decoder stack of transformers (Llama, Qwen, Mistral, Gemma, GPT-2, ...): all its layers,
             or those in `layers`; its closing norm belongs to the head and is left out unless
             `norm=True`.
@@ -82,9 +82,9 @@ def looped_block(
             runs under a dense mask.
         cu_seqlens: [n + 1] bounds of documents packed in one row, h [1, total, D]: each sees
             itself alone. It goes with neither of the above. Hand it to `fused_jsrr` too.
-        inputs: [B, S, D], the injected input of Huginn and of looped decoders with an injection
-            (the prelude's output). The Jacobian is that in the state alone; the gradient of the
-            loss reaches `inputs` unless detached.
+        inputs: [B, S, D], the injected input of Huginn, and of looped decoders and `LoopedLM` with
+            an injection (the prelude's output). The Jacobian is that in the state alone; the
+            gradient of the loss reaches `inputs` unless detached.
         norm: whether the closing norm ends the turn; by default for Ouro and Nanbeige only.
         layers: which layers of a decoder stack make up the block; all by default.
 
@@ -106,8 +106,11 @@ def looped_block(
         return Chain(model)
     bare = _unwrapped(model)
     if _is_looped_lm(bare) and not hasattr(bare, "takes_turns"):
-        refuse("LoopedLM", norm=norm, layers=layers, **given)
-        return bare.block
+        if not getattr(bare, "injects", False):
+            refuse("LoopedLM without injection", norm=norm, layers=layers, **given)
+            return bare.block
+        refuse("LoopedLM", norm=norm, layers=layers, **(given | {"inputs": None}))
+        return bare.turn(inputs)
     if not _takes_tokens(bare):
         if not callable(model) or _has_no_forward(model):
             raise _unknown(model)

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.base.checks import check_integer
+from stars_fast.models.injection import INJECTIONS
 
 PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")
 NORMS = ("layernorm", "rmsnorm", "simplenorm")
+STATES = ("prelude", "noise")
+POSITIONS = ("learned", "none")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "relu": F.relu,
@@ -22,7 +25,7 @@ class LoopedConfig:
     """Sizes and layout of a `LoopedLM`; the defaults are the paper's addition model.
 
     vocab_size: number of token ids.
-    max_length: longest sequence, in tokens (the positions are learned).
+    max_length: longest sequence, in tokens.
     d_model: width of the states.
     n_heads: attention heads; must divide d_model.
     d_ff: width of the MLP.
@@ -33,6 +36,14 @@ class LoopedConfig:
     norm: layernorm, rmsnorm, or simplenorm (LayerNorm without scale and shift).
     activation: of the MLP: gelu, relu or silu.
     dropout: probability in [0, 1), on embeddings and each sub-layer's output.
+    injection: what a turn takes from the prelude besides the state: none, add (the prelude's output
+        is added to the state), or adapter (a linear map of both).
+    state: what the first turn starts from: prelude (its output), or noise (standard normal: drawn
+        anew in training, else a function of the token's place), for which there is an injection.
+    positions: learned, a vector for each of max_length places; or none, where only causality and
+        the window tell tokens apart, so that longer sequences hold no unknown place.
+    window: tokens that attention sees, itself and those before it; none for all. What a token knows
+        then moves window - 1 places a layer, and turns are what distant tokens take to meet.
 
     Raises:
         ValueError: it names the first field that is out of range.
@@ -50,6 +61,10 @@ class LoopedConfig:
     norm: str = "layernorm"
     activation: str = "gelu"
     dropout: float = 0.0
+    injection: str = "none"
+    state: str = "prelude"
+    positions: str = "learned"
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_length", "d_model", "n_heads", "d_ff", "n_layers"):
@@ -64,8 +79,18 @@ class LoopedConfig:
             ("placement", PLACEMENTS),
             ("norm", NORMS),
             ("activation", tuple(ACTIVATIONS)),
+            ("injection", INJECTIONS),
+            ("state", STATES),
+            ("positions", POSITIONS),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
+        if self.window is not None:
+            check_integer("window", self.window, 2)
+        if self.injection == "none" and self.state != "prelude":
+            raise ValueError(
+                f"injection: expected add or adapter with state {self.state}, which has nothing of "
+                "the tokens, got none"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: expected a value in [0, 1), got {self.dropout!r}")

@@ -17,6 +17,9 @@ from stars_fast.models.folders import check_exists, check_folder, has_tokenizer,
 from stars_fast.models.loop_keys import norm_closes_turn
 from stars_fast.models.saved import identity_of, label_of
 
+_HEADS = ("forcausallm", "lmheadmodel", "withlmhead", "forconditionalgeneration")
+"""How names of architectures end that have a language model's head."""
+
 
 @dataclass(frozen=True)
 class StandardModel:
@@ -41,19 +44,25 @@ class StandardModel:
         never run.
 
         Raises:
-            ConfigError: it can't be loaded.
+            ConfigError: it can't be loaded, or lacks weights.
         """
         from transformers import AutoModelForCausalLM
 
         given: Any = "auto" if dtype is None else dtype
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                self.checkpoint, dtype=given, trust_remote_code=False
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                self.checkpoint, dtype=given, trust_remote_code=False, output_loading_info=True
             )
         except OSError as error:
             raise ConfigError(not_loaded(self.checkpoint, error)) from error
         except ValueError as error:
             raise ConfigError(f"{self.checkpoint}: {error}") from error
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):  # which transformers fills with random numbers
+            raise ConfigError(
+                f"{self.checkpoint}: lacks {len(missing)} weights of {type(model).__name__}: "
+                f"{', '.join(missing[:4])}"
+            )
         if self.base is not None:
             try:
                 load_adapter(self.path, model)
@@ -107,6 +116,7 @@ def find_standard(path: str) -> StandardModel | None:
             f"{path}: expected a looped model (model_type {looped}) or another causal language "
             f"model of transformers, got model_type {kind!r} in its config.json"
         )
+    _check_causal(path, config)
     try:
         check_folder(checkpoint, (kind,))
     except ValueError as error:
@@ -118,13 +128,33 @@ def find_standard(path: str) -> StandardModel | None:
     return StandardModel(path, label_of(path), identity, base)
 
 
+def _check_causal(path: str, config: dict[str, Any]) -> None:
+    """Refuse what transformers would load as a causal language model without its being one: it
+    takes the weights that fit, and reads a masked model as if it saw the past alone."""
+    made_as = config.get("architectures") or []
+    fits = [name for name in made_as if name.lower().endswith(_HEADS)]
+    if config.get("is_encoder_decoder") or (made_as and not fits):
+        what = "an encoder and a decoder" if config.get("is_encoder_decoder") else made_as
+        raise ConfigError(
+            f"{path}: expected a causal language model, with its head, got {what} by its "
+            "config.json"
+        )
+
+
 def _check_runs_once(path: str, config: dict[str, Any]) -> None:
+    """Refuse a configuration that tells of a loop by keys that its class of transformers does not
+    have, and so does not read. (A class that has them loops by itself.)"""
+    from transformers import AutoConfig
+
+    kind = config["model_type"]
+    read = AutoConfig.for_model(kind).to_dict()
+    unread = {name: value for name, value in config.items() if name not in read}
     try:
-        loops = norm_closes_turn(SimpleNamespace(**config))
+        loops = norm_closes_turn(SimpleNamespace(**unread, model_type=kind))
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     if loops:
         raise ConfigError(
             f"{path}: expected a model that runs its layers once, and its config.json tells of a "
-            f"loop, which {config['model_type']} of transformers does not run"
+            f"loop, which {kind} of transformers does not run"
         )

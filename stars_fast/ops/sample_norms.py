@@ -91,14 +91,29 @@ class SampleNorms:
         factors = self._factors(normal_squares(seed, h), h, normalize)
         return seed_stack(h, seed, factors.squeeze(-1).expand(h.shape[:-1]).contiguous())
 
-    def mean_square(self, jv: Tensor, normalize: str) -> Tensor:
-        """The loss from J u: mean over samples of the mean square over their real entries."""
+    def mean_square(self, jv: Tensor, normalize: str, margin: float = 0.0) -> Tensor:
+        """The loss from J u: mean over samples of the mean square over their real entries; with a
+        margin m of max(0, r - m)^2, r the root of that."""
         sums = self._sample_sums(row_squares(jv)) * self.weight
         sizes = self.sizes * self.weight
         if normalize == "batch":
-            return sums.sum() / sizes.sum().clamp_min(1.0)
-        means = sums / torch.where(sizes > 0, sizes, 1.0)
+            return _beyond(sums.sum() / sizes.sum().clamp_min(1.0), margin)
+        means = _beyond(sums / torch.where(sizes > 0, sizes, 1.0), margin)
         return means.sum() / self.weight.sum().clamp_min(1.0)
+
+    def relative_square(self, x: Tensor, over: Tensor) -> Tensor:
+        """Mean over samples of ||x||^2 / ||over||^2 over their real entries; a sample whose `over`
+        is 0 counts as 0."""
+        above, below = (self._sample_sums(row_squares(each)) for each in (x, over))
+        ratios = torch.where(below > 0, above / torch.where(below > 0, below, 1.0), 0.0)
+        return (ratios * self.weight).sum() / self.weight.sum().clamp_min(1.0)
+
+
+def _beyond(squares: Tensor, margin: float) -> Tensor:
+    """max(0, r - margin)^2 for r^2 = squares, without the infinite slope of a root at 0."""
+    if margin == 0.0:
+        return squares
+    return (squares.clamp_min(margin**2).sqrt() - margin).square()
 
 
 def sample_norms(

@@ -30,6 +30,7 @@ from stars_fast.training.run.eval_config import (
 from stars_fast.training.run.trackers import TRACKERS
 from stars_fast.training.scale.memory import MemoryConfig
 from stars_fast.training.scale.parallel import ParallelConfig
+from stars_fast.training.step.loop_config import LoopChange
 from stars_fast.training.step.methods import METHODS
 from stars_fast.training.step.optim import OptimConfig
 from stars_fast.training.step.penalty import PenaltyConfig
@@ -165,7 +166,7 @@ class LoopConfig:
 class RunConfig:
     """A run, but for its `model` and `data`, which `config_class` adds.
 
-    method: sft, random-loop, jsrr, stars or l2.
+    method: sft, random-loop, one-step, fixed-point, jsrr, stars or l2.
     name: of the run, in figures and for its folder; the recipe's name by default.
     description: one line for the list of recipes.
     seed: of initial weights, data order, depths, noise and dropout.
@@ -181,6 +182,7 @@ class RunConfig:
     precision: Literal["mixed", "float32", "bfloat16"] = "mixed"
     depth: DepthLaw = field(default_factory=DepthLaw)
     penalty: PenaltyConfig = field(default_factory=PenaltyConfig)
+    loop: LoopChange = field(default_factory=LoopChange)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -206,6 +208,14 @@ class RunConfig:
                 f"set depth.law to lognormal, poisson, poisson-lognormal or uniform, or choose sft "
                 "or jsrr"
             )
+        meant = METHODS[self.method].backprop_turns
+        if meant is not None and self.train.backprop_turns not in (None, meant):
+            raise ConfigError(
+                f"train.backprop_turns: expected none or {meant} with method {self.method}, got "
+                f"{self.train.backprop_turns}"
+            )
+        if meant is not None:
+            self.train = replace(self.train, backprop_turns=meant)
         if self.optim.stochastic_rounding and self.precision != "bfloat16":
             raise ConfigError(
                 f"optim.stochastic_rounding is for precision bfloat16, got {self.precision}"
@@ -220,6 +230,12 @@ class RunConfig:
                 f"got {','.join(self.train.freeze)}"
             )
         penalty = self.penalty
+        for name in ("margin", "fixed_point"):
+            if getattr(penalty, name) > 0 and not METHODS[self.method].penalty(self).needs_dual:
+                raise ConfigError(
+                    f"penalty.{name}: expected 0 with method {self.method}, which takes no "
+                    f"Jacobian, got {getattr(penalty, name):g}"
+                )
         kept = self.train.backprop_turns
         if penalty.direction == "step" and penalty.at == "last" and kept == 1:
             raise ConfigError(
@@ -286,6 +302,12 @@ def _check_together(config: Any) -> None:
     RunConfig.__post_init__(config)
     family, kind = family_named(config.model.family), kind_named(config.data.kind)
     sharded = config.parallel.sharded
+    if config.method == "one-step" and not family.injects(config.model):
+        raise ConfigError(
+            "method: expected another than one-step for turns that take in nothing but the state: "
+            "the tokens then reach no turn that carries a gradient; give model.injection add or "
+            "adapter where the family has it"
+        )
     if kind.packs(config.data) and not family.packs:
         raise ConfigError(
             f"data.packing: expected false with model.family {family.name}, whose turns don't keep "

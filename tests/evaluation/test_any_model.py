@@ -255,3 +255,80 @@ def test_turns_of_huginn_are_counted_and_an_adaptive_sweep_takes_fewer(models, t
     results = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
     assert results[0]["mean_turns"] == 8
     assert 1 < results[1]["mean_turns"] < 8
+
+
+def test_what_is_no_causal_language_model_is_refused(models, tmp_path, capsys):
+    """transformers would load each, and make up the weights that are not there."""
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+    from transformers import BartConfig, BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertForMaskedLM(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
+    bart = BartConfig(architectures=["BartForConditionalGeneration"])
+    bart.save_pretrained(tmp_path / "bart")
+    for name in ("bare", "headless"):
+        shutil.copytree(models["standard"], tmp_path / name)
+    config = json.loads((tmp_path / "bare" / "config.json").read_text())
+    (tmp_path / "bare" / "config.json").write_text(
+        json.dumps(config | {"architectures": ["LlamaForSequenceClassification"]})
+    )
+    weights = load_file(tmp_path / "headless" / "model.safetensors")
+    del weights["lm_head.weight"]
+    file = tmp_path / "headless" / "model.safetensors"
+    save_file(weights, file, metadata={"format": "pt"})
+    (tmp_path / "a.txt").write_text(TEXT)
+    for name, message in (
+        ("bert", r"expected a causal language model, .* got \['BertForMaskedLM'\]"),
+        ("bart", "expected a causal language model, .* got an encoder and a decoder"),
+        ("bare", r"expected a causal language model, .* got \['LlamaForSequenceClassification'\]"),
+        ("headless", "lacks 1 weights of LlamaForCausalLM: lm_head.weight"),
+    ):
+        words = ["eval", str(tmp_path / name), "--text", str(tmp_path / "a.txt")]
+        assert main([*words, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert re.search(message, said), said
+
+
+def test_tasks_in_the_training_of_huginn_leave_its_depth(models, tmp_path):
+    from transformers import AutoTokenizer
+
+    from stars_fast.models.huginn import HuginnForCausalLM
+    from stars_fast.training.run.in_training import run_tasks
+
+    write_rows(tmp_path / "rows.jsonl", [row_of("svamp", *pair, 1) for pair in PAIRS[:2]])
+    task = {
+        "task": "own", "dataset_path": "json", "output_type": "multiple_choice",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+        "test_split": "test", "doc_to_text": "{{Body}}", "doc_to_choice": ["a", "b"],
+        "doc_to_target": 0,
+    }  # fmt: skip
+    (tmp_path / "own.yaml").write_text(json.dumps(task))
+    model = HuginnForCausalLM.from_pretrained(models["huginn"]).train()
+    before = model.config.mean_recurrence
+    tokenizer = AutoTokenizer.from_pretrained(models["huginn"])
+    found = run_tasks(model, tokenizer, [str(tmp_path / "own.yaml")], [1, 3])
+    assert list(found["own/acc,none"]) == [1, 3]
+    assert (model.config.mean_recurrence, model.training) == (before, True)
+
+
+def test_a_model_of_transformers_that_loops_by_itself_is_one(tmp_path):
+    """Its class reads the keys that tell of the loop; one of another class does not."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from stars_fast.base.errors import ConfigError
+    from stars_fast.models.standard import find_standard
+
+    if "hrm_text" not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers has no hrm_text")
+    config = CONFIG_MAPPING["hrm_text"]().to_dict() | {"architectures": ["HrmTextForCausalLM"]}
+    assert config["H_cycles"] > 1
+    for kind, cycles in (("hrm_text", config), ("llama", {"H_cycles": 2})):
+        (tmp_path / kind).mkdir()
+        told = cycles | {"model_type": kind}
+        (tmp_path / kind / "config.json").write_text(json.dumps(told, default=str))
+        (tmp_path / kind / "model.safetensors").write_bytes(b"")
+    assert find_standard(str(tmp_path / "hrm_text")).label == "hrm_text"
+    with pytest.raises(ConfigError, match=r"a configuration whose loop is known.*H_cycles"):
+        find_standard(str(tmp_path / "llama"))

@@ -1,4 +1,6 @@
-"""TRL's own trainer, without the penalty, on looped models: packed documents are documents."""
+"""TRL's own trainers, without the penalty, on looped models: packed documents are documents."""
+
+import math
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ WAYS = {
     "packed": {"packing": True, "max_length": 64},
     "padding_free": {"padding_free": True, "max_length": None},
     "filled up": {"padding_free": True, "max_length": None, "pad_to_multiple_of": 8},
-    "padded": {"max_length": None},
 }
 
 
@@ -50,3 +51,24 @@ def test_a_step_is_that_of_the_documents_alone(name, way, tmp_path):
     assert expected.keys() <= found.keys()
     for n, grad in expected.items():
         torch.testing.assert_close(found[n], grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_are_loaded_by_their_folders(name, tmp_path):
+    """That to be trained, and the reference that TRL makes of the same folder."""
+    import trl
+    from datasets import Dataset
+
+    folder = str(tmp_path / "model")
+    make(name, torch.float32).save_pretrained(folder)
+    words = AutoTokenizer.from_pretrained(ouro_models.checkpoint())
+    rows = {"prompt": ["a b", "c"], "chosen": ["good x", "fine"], "rejected": ["bad", "no way"]}
+    trainer = trl.DPOTrainer(
+        folder,
+        args=arguments(tmp_path, kind=trl.DPOConfig, bf16=False, gradient_checkpointing=False),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=words,
+    )
+    trainer.train()
+    (logged,) = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert logged == pytest.approx(math.log(2))  # model and reference are still the same

@@ -41,7 +41,7 @@ RATES = [[0.1, 0.5, 0.3], [0.2, 0.1, 0.2], [0.95, 0.1, 0.1]]
 def test_a_sequence_stops_when_its_last_token_rests_and_leaves_the_batch():
     h, tol, limit = states(RATES), 1e-3, 12
     block = Halving(RATES)
-    out, turns = turns_until_rest(block, h, limit, tol)
+    out, turns = turns_until_rest(lambda rows: block, h, limit, tol)
     wanted = [max(expected_turns(rate, tol, limit) for rate in row) for row in RATES]
     assert turns.tolist() == [[turn] * 3 for turn in wanted]
     assert len(set(wanted)) == 3
@@ -55,7 +55,7 @@ def test_a_sequence_stops_when_its_last_token_rests_and_leaves_the_batch():
 
 def test_per_token_each_stops_by_itself():
     h, tol, limit = states(RATES), 1e-3, 12
-    out, turns = turns_until_rest(Halving(RATES), h, limit, tol, "token")
+    out, turns = turns_until_rest(lambda rows: Halving(RATES), h, limit, tol, "token")
     wanted = [[expected_turns(rate, tol, limit) for rate in row] for row in RATES]
     assert turns.tolist() == wanted
     expected = 1 - torch.tensor(RATES, dtype=torch.float64) ** torch.tensor(wanted)
@@ -66,7 +66,7 @@ def test_per_token_each_stops_by_itself():
 @pytest.mark.parametrize("tol", [None, 0.0, 1e-30])
 def test_without_a_tolerance_all_turns_are_taken(per, tol):
     h = states(RATES)
-    out, turns = turns_until_rest(Halving(RATES), h, 5, tol, per)
+    out, turns = turns_until_rest(lambda rows: Halving(RATES), h, 5, tol, per)
     assert turns.eq(5).all()
     torch.testing.assert_close(out[..., 0], 1 - torch.tensor(RATES, dtype=torch.float64) ** 5)
 
@@ -74,10 +74,10 @@ def test_without_a_tolerance_all_turns_are_taken(per, tol):
 def test_pads_hold_nobody_up():
     h = states([[0.9, 0.1], [0.1, 0.1]])
     real = torch.tensor([[False, True], [True, True]])
-    _, turns = turns_until_rest(Halving(None), h, 50, 1e-3, real=real)
+    _, turns = turns_until_rest(lambda rows: Halving(None), h, 50, 1e-3, real=real)
     assert turns[0].tolist() == turns[1].tolist()
     assert int(turns.max()) < 10
-    _, turns = turns_until_rest(Halving(None), h, 50, 1e-3)
+    _, turns = turns_until_rest(lambda rows: Halving(None), h, 50, 1e-3)
     assert int(turns[0, 0]) > 20
 
 
@@ -123,7 +123,7 @@ def prompts(*shape):
 def test_per_token_is_causal(lm):
     """So one pass over a whole sequence judges what generation does."""
     tokens = prompts(4, 9)
-    _, turns = turns_until_rest(lm.block, lm.prelude(tokens), 60, 1e-3, "token")
+    _, turns = turns_until_rest(lambda rows: lm.block, lm.prelude(tokens), 60, 1e-3, "token")
     assert len(turns.unique()) > 2
     assert int(turns.max()) < 60
     logits = lm(tokens, 60, tol=1e-3, tol_per="token")

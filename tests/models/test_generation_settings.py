@@ -12,7 +12,7 @@ import ouro_models
 from families_of_transformers import FAMILIES, GREEDY, greedy, ids, make
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from stars_fast.models.generation import adopt_depth, settled_depth
+from stars_fast.models.ouro.generation import adopt_depth, settled_depth
 
 
 @contextmanager
@@ -215,6 +215,7 @@ def test_a_depth_is_adopted_by_the_configuration(name):
     model.generation_config.turns = 0
     with pytest.raises(ValueError, match="expected an integer >= 1, got 0"):
         adopt_depth(model)
+    assert model.config.turns == 2
 
 
 def test_an_adopted_exit_counts_as_in_generate():

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
 )
 
 from stars_fast.cli import main
@@ -241,6 +242,36 @@ def test_the_same_tokens_are_generated(name, options):
     )
     assert torch.equal(theirs, mine)
     assert len(set(mine.flatten().tolist())) > 3
+
+
+def test_generation_is_called_as_by_others(tmp_path):
+    native, other = pair()
+    words = AutoTokenizer.from_pretrained(checkpoint())
+    ids = tokens(1, 7)
+    ends = {"stop_strings": ["a"], "tokenizer": words}
+    assert torch.equal(greedy(other, ids, new=20, **ends), greedy(native, ids, new=20, **ends))
+    embeds = other.get_input_embeddings()(ids)
+    made = other.generate(inputs_embeds=embeds, max_new_tokens=8, do_sample=False)
+    assert torch.equal(made, native.generate(inputs_embeds=embeds, max_new_tokens=8))
+    with pytest.raises(NotImplementedError, match="generate_batch: expected generate"):
+        other.generate_batch([[5, 6]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["turns", "exit_at_step", "exit_threshold", "tol"])
+def test_a_depth_in_generation_settings_is_refused(name):
+    other = portable.OuroForCausalLM.from_pretrained(checkpoint())
+    with pytest.raises(ValueError, match=f"generation_config: expected no {name}, got 1"):
+        greedy(other, tokens(1, 4), generation_config=GenerationConfig(**{name: 1}))
+    setattr(other.generation_config, name, 1)
+    with pytest.raises(ValueError, match=f"generation_config: expected no {name}, got 1"):
+        greedy(other, tokens(1, 4))
+
+
+def test_turns_of_a_load_are_those_of_the_configuration():
+    other = portable.OuroForCausalLM.from_pretrained(checkpoint(), turns=6, tol=0.0)
+    assert torch.equal(
+        greedy(other, tokens(1, 5)), greedy(model(torch.float32), tokens(1, 5), turns=6)
+    )
 
 
 # -- the loss, and mistakes

@@ -5,10 +5,12 @@ import copy
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 pytest.importorskip("transformers")
 
+import transformers
 from families_of_transformers import FAMILIES, greedy, ids, make
 
 from stars_fast import fused_jsrr, fused_jvp
@@ -89,6 +91,9 @@ def by_little_memory(model, folder):
 )
 def test_offloaded_weights_are_the_same_model(name, offload, tmp_path):
     pytest.importorskip("accelerate")
+    by_map = offload in (by_a_device_map, by_little_memory)
+    if by_map and Version(transformers.__version__) < Version("5.24"):
+        pytest.skip("transformers 5.5 offloads no Llama to a disk in fp64")
     model = make(name)
     expected = everything(model)
     assert_same(everything(offload(model, tmp_path)), expected)

@@ -1,5 +1,6 @@
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 from studies_tiny import TINY
@@ -22,6 +23,7 @@ RUNS = {
     "methods": 4,
     "ouro": 4,
     "ouro-ablation": 6,
+    "rivals": 50,
 }
 
 
@@ -45,11 +47,16 @@ def test_every_run_is_a_configuration_of_its_own(name, scale):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_runs_of_a_study_differ_in_what_it_compares_only(name):
-    """Same steps, learning rate and data for all at either scale."""
+    """Same steps, learning rate and data for all at either scale; the rivals differ in the decay
+    and in the turns that carry a gradient."""
     for scale in SCALES:
         runs = runs_of(name, scale)
-        assert all(run.config.optim == runs[0].config.optim for run in runs)
-        assert all(run.config.train == runs[0].config.train for run in runs)
+        compared = {"decay_steps": 0} if name == "rivals" else {}
+        optims = [replace(run.config.optim, **compared) for run in runs]
+        compared = {"backprop_turns": None} if name == "rivals" else {}
+        trains = [replace(run.config.train, **compared) for run in runs]
+        assert all(optim == optims[0] for optim in optims)
+        assert all(train == trains[0] for train in trains)
         assert all(run.config.data == runs[0].config.data for run in runs)
 
 
@@ -190,6 +197,11 @@ def test_overrides_that_cannot_be(words, message):
         (lambda m: m.update(findings=["finding 9"]), "findings: expected names of"),
         (lambda m: m.pop("runs"), "runs is missing at scale quick"),
         (lambda m: m["scales"].update(huge={}), "scales: expected names of"),
+        (
+            lambda m: m.update(reference="post"),
+            "reference: expected the label of a run, got 'post'",
+        ),
+        (lambda m: m.update(judged={"deep": 3}), "unknown field deep; did you mean deepest"),
         (lambda m: m["runs"].append(m["runs"][0]), "two runs have one label"),
     ],
 )

@@ -10,7 +10,7 @@ def results(main, levels, seeds=1):
         low, middle, high = (
             {main: {t: part / (t + number) for t in (1, 2, 4, 8, 16)}} for part in (0.2, 0.5, 0.8)
         )
-        found.append(SettingCurves(named, seeds, 4, 8, 1.0, middle, low, high))
+        found.append(SettingCurves(named, seeds, 4, 8, 1.0, 1.0, middle, low, high))
     return found
 
 

@@ -7,6 +7,7 @@ is held out. It knows no model; what it needs of one is the tokenizer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -22,13 +23,15 @@ class OpenData:
     """Data as a run takes them.
 
     source: to train on. held_out: to judge on, rows padded on the right; None for nothing.
-    unit: name of a sample, in the plural. notes: lines for people.
+    unit: name of a sample, in the plural. notes: lines for people. further: other data to judge on,
+        by name, where answers are right or wrong as a whole.
     """
 
     source: Source
     held_out: Source | None
     unit: str
     notes: tuple[str, ...] = field(default=())
+    further: Mapping[str, Source] = field(default_factory=dict)
 
 
 class DataKind(ABC):

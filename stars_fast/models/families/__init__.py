@@ -71,6 +71,10 @@ class Family(ABC):
         """Whether a checkpoint with this `config.json` is one of its own."""
         return config.get("model_type") == self.model_type
 
+    def injects(self, section: Any) -> bool:
+        """Whether a turn of a section's model takes in the prelude's output besides the state."""
+        return False
+
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         """The turns that a checkpoint with this `config.json` takes; None where it does not say."""
         return None

@@ -152,6 +152,9 @@ class HuginnFamily(Family):
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"
 
+    def injects(self, section: Any) -> bool:
+        return True
+
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("mean_recurrence", 32))
 
@@ -244,7 +247,7 @@ class HuginnFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
         from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
         if (Path(beside) / "generation_config.json").exists():

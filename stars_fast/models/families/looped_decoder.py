@@ -19,6 +19,7 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import seeded_noise
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config
@@ -105,9 +106,7 @@ class LoopedDecoderLoop(Loop):
         e = self._prelude(tokens, samples.cu_seqlens)
         config = self.model.config
         if seeds is not None and self.model.training and config.state == "noise":
-            h, generator = torch.zeros_like(e), torch.Generator(device=e.device)
-            for seed, part in zip(seeds, samples.per_sample(h), strict=True):
-                part.normal_(std=config.state_std, generator=generator.manual_seed(seed))
+            h = seeded_noise(e, samples, seeds) * config.state_std
         else:
             positions = describe_tokens(e, cu_seqlens=samples.cu_seqlens).positions
             h = self.model.model.first_state(e, positions)
@@ -168,6 +167,9 @@ class LoopedDecoderFamily(Family):
 
     def describe(self, section: LoopedDecoderSection) -> str:
         return f"Looped decoder ({section.path})"
+
+    def injects(self, section: LoopedDecoderSection) -> bool:
+        return section.injection != "none"
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return int(config.get("total_ut_steps", 4))
@@ -250,7 +252,7 @@ class LoopedDecoderFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
 
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)

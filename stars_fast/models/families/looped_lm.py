@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +18,10 @@ from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import seeded_noise
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.families import Family, checkpoint_config, section_of
-from stars_fast.models.loop import Loop, Turn, matrix_weights, token_loss
+from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
 from stars_fast.models.reading import read_tokenizer
@@ -54,8 +55,16 @@ class LoopedLoop(Loop):
     def prelude(self, tokens: Tensor) -> Tensor:
         return self.model.prelude(tokens)
 
+    def begin(self, tokens: Tensor, samples: Tokens, seeds: Sequence[int] | None = None) -> Start:
+        e = self.model.prelude(tokens)
+        if seeds is not None and self.model.training and self.model.config.state == "noise":
+            h = seeded_noise(e, samples, seeds)
+        else:
+            h = self.model.first_state(e)
+        return Start(h, e if self.model.injects else None)
+
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
-        return self.model.block
+        return self.model.turn(inputs)
 
     def logits(self, h: Tensor) -> Tensor:
         return self.model.head(self.model.coda(h))
@@ -70,17 +79,22 @@ class LoopedLoop(Loop):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return [self.model.block]
+        return list(self.model.block)
 
     def outside_block(self, supervised: float) -> float:
         layers = matrix_weights(self.model.prelude_layers, self.model.coda_layers)
         head = supervised * self.model.config.vocab_size * self.model.config.d_model
-        return (layers + head) / matrix_weights(self.model.block)
+        return (layers + head) / self._turn_weights
 
     def turn_flops(self, lengths: list[int]) -> float:
         config = self.model.config
         attention = 2 * config.n_layers * config.d_model * sum(n * n for n in lengths)
-        return 2 * matrix_weights(self.model.block) * sum(lengths) + attention
+        return 2 * self._turn_weights * sum(lengths) + attention
+
+    @property
+    def _turn_weights(self) -> int:
+        adapter = self.model.adapter
+        return matrix_weights(self.model.block, *([] if adapter is None else [adapter]))
 
 
 class LoopedFamily(Family):
@@ -90,6 +104,9 @@ class LoopedFamily(Family):
     from_data = ("vocab_size", "max_length")
     precision = "float32"
     shards = False
+
+    def injects(self, section: LoopedSection) -> bool:
+        return section.injection != "none"
 
     def turns_of(self, config: Mapping[str, Any]) -> int | None:
         return config.get("turns")

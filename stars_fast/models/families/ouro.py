@@ -205,7 +205,7 @@ class OuroFamily(Family):
         from transformers import GenerationConfig
 
         from stars_fast.data.chat import end_ids
-        from stars_fast.models.generation import adopt_depth
+        from stars_fast.models.ouro.generation import adopt_depth
         from stars_fast.models.ouro.loading import set_stop
 
         if (Path(beside) / "generation_config.json").exists():

@@ -19,13 +19,13 @@ from stars_fast.models.call_arguments import (
     take_documents,
     wants_dict,
 )
-from stars_fast.models.generation import LoopedGenerationMixin
 from stars_fast.models.huginn.cache import HuginnCache, check_cache
 from stars_fast.models.huginn.config import HuginnConfig
 from stars_fast.models.huginn.loading import TABLE, rotary_table
 from stars_fast.models.huginn.model import HuginnParts
 from stars_fast.models.ouro.cache import CACHE
 from stars_fast.models.ouro.context import Context
+from stars_fast.models.ouro.generation import LoopedGenerationMixin
 from stars_fast.models.ouro.loading import drop_stale_weights
 from stars_fast.models.ouro.losses import language_loss
 
@@ -163,7 +163,7 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
         """
         config = self.config
         position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
-        check_arguments(kwargs, "Huginn")
+        check_arguments(kwargs, config, "Huginn")
         limit, kept = _turns(config, turns, num_steps, backprop_turns)
         x = self._embedded(input_ids, inputs_embeds)
         given = past_key_values if cache is None else cache

@@ -12,7 +12,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.adaptive import Per
 from stars_fast.models.call_arguments import kept_states, wants_dict
-from stars_fast.models.generation import LoopedGenerationMixin
 from stars_fast.models.looped_decoder.cache import LoopedDecoderCache
 from stars_fast.models.looped_decoder.config import LoopedDecoderConfig
 from stars_fast.models.looped_decoder.conversion import check_decoder, check_understood, take_over
@@ -22,6 +21,7 @@ from stars_fast.models.looped_decoder.model import (
     fresh_decoder,
 )
 from stars_fast.models.ouro.cache import CACHE
+from stars_fast.models.ouro.generation import LoopedGenerationMixin
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.plain_linear import is_plain_linear
 

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
+from stars_fast.models.injection import INJECTIONS
 
-INJECTIONS = ("none", "add", "adapter")
 STATES = ("prelude", "noise", "learned")
 
 
@@ -37,6 +37,7 @@ class LoopedDecoderConfig(PretrainedConfig):
     """
 
     model_type = "looped_decoder"
+    auto_map: ClassVar[dict[str, str]] = {}  # read by TRL of a class outside of transformers
     sub_configs: ClassVar[dict[str, Any]] = {"decoder": AutoConfig}
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values", "cache", "turns", "inputs",

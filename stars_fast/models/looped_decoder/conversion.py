@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from stars_fast.models.decoder_layers import DecoderLayers, closing_norm, run_layers
+from stars_fast.models.injection import Adapter
 from stars_fast.models.looped_decoder.model import causal_class, layer_name
-from stars_fast.models.looped_decoder.parts import Adapter, LearnedState
+from stars_fast.models.looped_decoder.parts import LearnedState
 
 _TOKENS = 8
 """Tokens of the sequence on which decoder and parts are compared."""

@@ -23,11 +23,13 @@ from stars_fast.models.decoder_layers import (
     closing_norm,
     run_layers,
 )
+from stars_fast.models.first_state import placed_noise
 from stars_fast.models.folders import check_folder
+from stars_fast.models.injection import Adapter
 from stars_fast.models.looped_decoder.cache import LayerSlots, LoopedDecoderCache
 from stars_fast.models.looped_decoder.config import LoopedDecoderConfig, check_config
 from stars_fast.models.looped_decoder.context import Context
-from stars_fast.models.looped_decoder.parts import Adapter, LearnedState, placed_noise
+from stars_fast.models.looped_decoder.parts import LearnedState
 from stars_fast.models.ouro.cache import CACHE, check_cache
 from stars_fast.models.ouro.loading import check_loaded, drop_stale_weights
 from stars_fast.tokens import Tokens, describe_tokens
@@ -318,7 +320,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         """
         config = self.config
         position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
-        check_arguments(kwargs, "looped decoder")
+        check_arguments(kwargs, config, "looped decoder")
         like = self.like(input_ids, inputs_embeds)
         limit = config.total_ut_steps if turns is None else turns
         depth = AdaptiveDepth(like, limit, config.convergence_tol if tol is None else tol, tol_per)

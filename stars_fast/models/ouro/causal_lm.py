@@ -11,9 +11,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stars_fast.models.adaptive import Per
 from stars_fast.models.call_arguments import kept_states, wants_dict
-from stars_fast.models.generation import LoopedGenerationMixin
 from stars_fast.models.ouro.cache import CACHE, OuroCache
 from stars_fast.models.ouro.config import OuroConfig
+from stars_fast.models.ouro.generation import LoopedGenerationMixin
 from stars_fast.models.ouro.loading import drop_stale_weights, set_stop
 from stars_fast.models.ouro.losses import language_loss
 from stars_fast.models.ouro.model import OuroModel, OuroPreTrainedModel

@@ -48,6 +48,7 @@ class OuroConfig(PretrainedConfig):
     """
 
     model_type = "ouro"
+    auto_map: ClassVar[dict[str, str]] = {}  # read by TRL of a class outside of transformers
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "turns"]
     # What a call names, `from_pretrained(..., turns=8)` and lm-eval's model_args can name too.
     attribute_map: ClassVar[dict[str, str]] = {

@@ -214,7 +214,7 @@ class OuroModel(OuroPreTrainedModel):
         """
         config = self.config
         position_ids, cu_seqlens = take_documents(kwargs, position_ids, cu_seqlens)
-        check_arguments(kwargs, "Ouro")
+        check_arguments(kwargs, config, "Ouro")
         h = self._embedded(input_ids, inputs_embeds)
         limit, threshold = turns_and_threshold(config, turns, exit_at_step, exit_threshold)
         tol = config.convergence_tol if tol is None else tol

@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,8 @@ CACHE = "cache" if "cache" in _MASK_ARGUMENTS else "past_key_values"
 _PASSED_ALONG = frozenset(
     "cache_position is_first_iteration output_attentions return_dict token_type_ids".split()
 )
+
+_DEPTH = ("turns", "exit_at_step", "exit_threshold", "tol")
 
 
 class OuroConfig(PretrainedConfig):
@@ -637,11 +639,33 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         )
         return output if return_dict in (None, True) else output.to_tuple()
 
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """As transformers', which would keep what a load says of the depth there too."""
+        for name in _DEPTH:
+            kwargs.pop(name, None)
+        GenerationMixin.adjust_generation_fn(cast(Any, self), *args, **kwargs)
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, *, inputs_embeds: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """As transformers', without the tokenizers, which `generate` hands on."""
+        for name in ("tokenizer", "assistant_tokenizer"):
+            kwargs.pop(name, None)
+        return GenerationMixin.prepare_inputs_for_generation(
+            cast(Any, self), input_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise NotImplementedError: it has one slot of a cache for each layer."""
+        raise NotImplementedError(
+            "generate_batch: expected generate, which has a slot for each layer of each turn"
+        )
+
     def _prepare_generation_config(
         self, generation_config: Any, *args: Any, **kwargs: Any
     ) -> tuple[Any, dict[str, Any]]:
         """As transformers', which would keep these settings and read none of them."""
-        for name in ("turns", "exit_at_step", "exit_threshold", "tol"):
+        for name in _DEPTH:
             for config in (generation_config, self.generation_config):
                 if getattr(config, name, None) is not None:
                     raise ValueError(

@@ -16,6 +16,7 @@ from stars_fast.training.plan.published import (
 )
 from stars_fast.training.plan.rows import Rows
 from stars_fast.training.scale.memory import Choice, choose
+from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.turns import Recompute
 
@@ -76,10 +77,8 @@ def choice_of(run: Run, turns: int, penalised: bool) -> Choice:
     config = run.config
     kept = memory.activations(run.shape, run.tokens, run.positions, config)
     room = memory.budget(run.shape, config, run.gpus.number, run.gpus.card)
-    in_graph = min(turns, config.train.backprop_turns or turns)
     dual = penalised and penalty_of(config).needs_dual
-    if dual:
-        in_graph -= penalty_of(config).last_turns
+    in_graph = turns_in_graph(config, turns, penalised)
     return choose(config.memory, kept, room, in_graph, dual)
 
 
@@ -108,7 +107,10 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
     )
     in_graph = min(turns, config.train.backprop_turns or turns)
     plain = turns - (part if dual and penalty.last_turns else 0.0)
-    total = forward * plain + backward * (plain - turns + in_graph)
+    # Turns beyond those of the step, without a gradient and with one
+    free, more = config.loop.free_mean, config.loop.more_turns
+    more += penalty.more_turns if penalised else 0
+    total = forward * (plain + free + more) + backward * (plain - turns + in_graph + more)
     if dual:
         into, back = (
             passes.turn(shape, lengths, machine, backward=each, dual=True, frozen=frozen)
@@ -119,14 +121,15 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
         total += Seconds(traffic=machine.moved(6 * machine.itemsize * shape.width * run.tokens))
     outside = shape.outside / shape.layers
     total += (forward + backward) * outside
-    total += passes.head(shape, run.positions, machine, frozen=frozen)
-    total += _weights(run, in_graph + 2 * part)
+    heads = 2 if config.loop.more_turns else 1
+    total += passes.head(shape, run.positions, machine, frozen=frozen) * heads
+    total += _weights(run, in_graph + more + 2 * part)
     choice = choice_of(run, turns, penalised)
-    total += _again(run, choice.recompute, in_graph, part, forward)
+    total += _again(run, choice.recompute, in_graph + more, part, forward)
     plain_flops = passes.turn_flops(shape, lengths)
-    needed = plain_flops * (plain - (turns - in_graph) * 2 / 3 + outside)
+    needed = plain_flops * (plain - (turns - in_graph) * 2 / 3 + free / 3 + more + outside)
     needed += part * passes.turn_flops(shape, lengths, dual=True)
-    needed += 6 * shape.head_weights * run.positions
+    needed += 6 * shape.head_weights * run.positions * heads
     return total, needed * (2 / 3 if frozen else 1), backward.gpu
 
 

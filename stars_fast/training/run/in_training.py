@@ -59,6 +59,7 @@ def run_tasks(
     chat = bool(tokenizer.chat_template)
     lm_model = need("stars_fast.evaluation.lm_model", "eval.tasks")
     found: dict[str, dict[int, float]] = {}
+    lm_model.adopt_depth(model)  # and keep it, as the judge would not
     with kept_depth(model):
         judged = lm_model.StarsFastLM(
             model,

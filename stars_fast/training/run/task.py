@@ -15,7 +15,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.kinds import OpenData, kind_named
-from stars_fast.evaluation.addition import evaluate
+from stars_fast.evaluation.addition import evaluate, judged_on
 from stars_fast.models.families import family_named
 from stars_fast.models.freeze import freeze
 from stars_fast.models.loop import Loop
@@ -152,17 +152,16 @@ class Judge(ABC):
         """The results at the end of the run, for people."""
 
     @abstractmethod
-    def draw(self, results: Results, folder: Path) -> None:
-        """Figures of the results."""
+    def draw(self, results: Results, folder: Path, unit: str) -> None:
+        """Figures of the results on samples of that name, in the plural."""
 
 
 class SumsJudge(Judge):
-    """Accuracy on unseen sums, evaluated on the first process."""
+    """Accuracy on unseen samples, evaluated on the first process."""
 
     def results(self, task: Task, step_loss: nn.Module, say: Callable[[str], None]) -> Results:
         asked = self.config.eval
         assert isinstance(asked, SumsEvalConfig)
-        assert task.data.held_out is not None
         if not self.world.first:
             return {}
         turns = list(asked.turns)
@@ -170,19 +169,27 @@ class SumsJudge(Judge):
         adapted = self.config.lora.wanted
         casts = autocast(self.config.precision, self.world.device, False)
         with casts if adapted else nullcontext():
-            return {"accuracy": evaluate(task.loop, task.data.held_out, turns, asked.limit)}
+            return {
+                name: evaluate(task.loop, source, turns, asked.limit)
+                for name, source in judged_on(task.data).items()
+            }
 
     def tell(self, results: Results) -> list[str]:
-        shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in results["accuracy"].items())
-        return [f"exact match by turns  {shown}"]
+        lines = []
+        for name, values in results.items():
+            shown = "  ".join(f"{turns}: {value:.1%}" for turns, value in values.items())
+            lines.append(f"{name.replace('accuracy', 'exact match')} by turns  {shown}")
+        return lines
 
-    def draw(self, results: Results, folder: Path) -> None:
+    def draw(self, results: Results, folder: Path, unit: str) -> None:
         from stars_fast.base.plots import accuracy_against_turns
 
+        name = self.config.name
         accuracy_against_turns(
-            {self.config.name: results["accuracy"]},
+            {key.replace("accuracy", name): values for key, values in results.items()},
             folder / "accuracy.png",
-            title=f"{self.config.name}: exact match on unseen sums",
+            title=f"{name}: exact match on unseen {unit}",
+            ylabel="answered exactly",
             trained_depth=self.config.trained_turns,
         )
 
@@ -232,7 +239,7 @@ class TextJudge(Judge):
             for name, values in results.items()
         ]
 
-    def draw(self, results: Results, folder: Path) -> None:
+    def draw(self, results: Results, folder: Path, unit: str) -> None:
         from stars_fast.base.plots import loss_against_turns
 
         if "validation_loss" in results:

@@ -478,4 +478,4 @@ class Trainer:
 
         training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
         if results:
-            self.task.judge.draw(results, self.folder.path)
+            self.task.judge.draw(results, self.folder.path, self.task.data.unit)

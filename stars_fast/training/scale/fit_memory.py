@@ -14,6 +14,7 @@ from stars_fast.training.scale.budget import activation_budget, agree, gathered_
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.measure import measure_activations
 from stars_fast.training.scale.memory import Activations, Choice, choose
+from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.micro_step import MicroStep, begin
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.train_step import StepLoss, root_of
@@ -54,19 +55,16 @@ def fit_memory(
     whole = parallel.sharded and several
     budget = activation_budget(config.memory, model, optimizer, whole, held, gathered)
     measured, budget = agree(measured, budget, world)
-    kept = config.train.backprop_turns
 
     @cache
-    def choice(turns: int, dual: bool) -> Choice:
-        in_graph = turns if kept is None else min(turns, kept)
-        if dual:
-            in_graph -= penalty.last_turns
+    def choice(in_graph: int, dual: bool) -> Choice:
         return choose(config.memory, measured, budget, in_graph, dual)
 
-    loss.recompute = lambda turns, dual: choice(turns, dual).recompute
+    loss.recompute = lambda in_graph, dual: choice(in_graph, dual).recompute
     usual, most = round(config.depth.mean()), config.depth.chances(config.train.total_steps)[-1][0]
     return [
-        f"at {turns} turns {choice(turns, penalty.needs_dual).describe()}"
+        f"at {turns} turns "
+        + choice(turns_in_graph(config, turns, config.penalised), penalty.needs_dual).describe()
         for turns in sorted({usual, most})
     ]
 

@@ -13,10 +13,21 @@ def step_cost(config: RunConfig, turns: float, step: int, outside: float) -> flo
     full = turns
     if config.train.backprop_turns is not None:
         full = min(turns, config.train.backprop_turns)
-    cost = full + (turns - full) / 3 + outside
+    cost = full + (turns - full) / 3 + outside + config.loop.cost(outside)
     if config.penalty_weight(step) > 0:
         cost += penalty_of(config).cost()
     return cost
+
+
+def turns_in_graph(config: RunConfig, turns: int, penalised: bool) -> int:
+    """The plain turns that carry a gradient in a micro-batch of so many turns; `penalised` says
+    whether it has the penalty."""
+    kept = config.train.backprop_turns
+    found = (turns if kept is None else min(turns, kept)) + config.loop.more_turns
+    if not penalised:
+        return found
+    penalty = penalty_of(config)
+    return found - penalty.last_turns + penalty.more_turns
 
 
 def relative_cost(config: RunConfig, outside: float) -> float:

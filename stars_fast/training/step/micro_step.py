@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
+from stars_fast.data.samples import seeded_noise
 from stars_fast.models.loop import Loop, Start, Turn
 from stars_fast.tokens import Subset
 from stars_fast.training.step.settings import StepSettings
@@ -32,6 +33,7 @@ class MicroStep:
         first: h^(0) [B, S, D].
         inputs: [B, S, D], what every turn takes in besides the state; None where that is nothing.
         turn: one turn of the whole batch.
+        in_graph: the turns in the graph that `turns` has run.
     """
 
     def __init__(
@@ -52,19 +54,44 @@ class MicroStep:
         seeds = [derive(config.seed, "state", step, number) for number in numbers]
         self.first, self.inputs = begin(loop, batch, config.precision, seeds)
         self.turn = loop.turn(self.first, batch.samples, self.inputs)
+        self._layered = by_layer(self.turn, loop.model) if recompute.turns else None
+        self.in_graph = 0
 
     def turns(self, number: int, run_later: int = 0) -> list[Tensor]:
         """The states [B, S, D] of the first `number` turns that are in the graph, h^(0) or later to
-        h^(number); `run_later` of the turns that carry a gradient follow them."""
+        h^(number); `run_later` of the turns that carry a gradient follow them, from the last."""
         kept = self.config.train.backprop_turns
-        return run_turns(
+        noisy = self.config.loop.noise > 0
+        states = run_turns(
             self.turn,
             self.first,
             number,
             None if kept is None else kept - run_later,
             self.recompute,
-            by_layer(self.turn, self.loop.model) if self.recompute.turns else None,
+            self._layered,
+            self.disturbed if noisy else None,
         )
+        self.in_graph = len(states) - 1
+        if run_later and noisy:
+            states[-1] = self.disturbed(states[-1], number)
+        return states
+
+    def further(self, h: Tensor, number: int, free: int = 0) -> Tensor:
+        """The state after `free` turns from h without a graph and `number` in it, which follow
+        those of `turns` in what is recomputed."""
+        left = max(self.recompute.turns - self.in_graph, 0)
+        recompute = self.recompute._replace(turns=left)
+        return run_turns(self.turn, h, free + number, number, recompute, self._layered)[-1]
+
+    def disturbed(self, h: Tensor, turn: int) -> Tensor:
+        """The state h [B, S, D] with the noise of `loop.noise` before the turn of that number."""
+        seed, step, first = self.config.seed, self.step, self.batch.first
+        samples = self.batch.samples
+        numbers = range(first, first + samples.count)
+        seeds = [derive(seed, "state noise", step, turn, number) for number in numbers]
+        size = rms(h.detach())
+        noise = size * seeded_noise(size.expand(h.shape), samples, seeds)
+        return h + (self.config.loop.noise * noise).to(h.dtype)
 
     def turn_of(self, part: Subset, h: Tensor) -> Turn:
         """One turn of some of the samples, whose state is h."""
@@ -76,3 +103,8 @@ class MicroStep:
         recomputed if the dual turn's are."""
         layered = by_layer(turn, self.loop.model) if self.recompute.dual else None
         return dual_turn(turn, self.recompute, layered)
+
+
+def rms(h: Tensor) -> Tensor:
+    """The root mean square of each token's state, h [B, S, D] -> [B, S, 1], fp32 at least."""
+    return h.to(torch.promote_types(h.dtype, torch.float32)).square().mean(-1, keepdim=True).sqrt()

@@ -1,7 +1,7 @@
 """The penalty of a step: its settings, the schedule of its weight, and the weighted sum.
 
 The objective is the paper's `(1 - lambda) L + lambda R` (main text) or `L + lambda R`
-(Algorithm 1). R is the Jacobian penalty (`jacobian.py`), or the L2 step between adjacent states.
+(Algorithm 1). R is one of those in `penalties/`.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from stars_fast.base.checks import check_types
+from stars_fast.base.checks import check_number, check_types
 
 
 @dataclass
@@ -33,6 +33,10 @@ class PenaltyConfig:
         through the Jacobians of the turns before. The value then no longer estimates
         ||J||_F^2 / D: it leans to the largest singular values and eigenvalues of J, and it is 0 for
         a sample whose state no longer moves.
+    margin: m of the hinge max(0, ||J v|| - m)^2 in the place of ||J v||^2: no pressure where the
+        map shrinks v to m or less.
+    fixed_point: c of c ||Phi(h) - h||^2 / ||Phi(h)||^2, the loss of method fixed-point, added to
+        the Jacobian penalty; the dual turn has Phi(h) anyway.
     """
 
     weight: float = 0.1
@@ -46,6 +50,8 @@ class PenaltyConfig:
     fraction: float = 1.0
     draw: Literal["samples", "micro-batches"] = "samples"
     direction: Literal["random", "step"] = "random"
+    margin: float = 0.0
+    fixed_point: float = 0.0
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -63,6 +69,8 @@ class PenaltyConfig:
                 raise ValueError(f"{name}: expected at least {low}, got {getattr(self, name)}")
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"fraction: expected a value in (0, 1], got {self.fraction}")
+        for name in ("margin", "fixed_point"):
+            check_number(name, getattr(self, name), 0.0)
         if self.at == "last" and self.detach:
             raise ValueError(
                 "detach: expected false with at=last: one pass can't cut the state off for the "

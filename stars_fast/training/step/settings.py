@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from stars_fast.training.step.loop_config import LoopChange
 from stars_fast.training.step.penalty import PenaltyConfig
 
 
@@ -29,6 +30,9 @@ class StepSettings(Protocol):
 
     @property
     def penalty(self) -> PenaltyConfig: ...
+
+    @property
+    def loop(self) -> LoopChange: ...
 
     @property
     def train(self) -> LoopSettings: ...

@@ -6,7 +6,8 @@
 
 `StepLoss` is one micro-batch's share of the loss; `train_step` sums the shares of a window, over
 micro-batches and ranks, and moves the weights. The penalty drawn here is the Jacobian's; with
-`penalty.at` "last" its dual turn is the last of the turns.
+`penalty.at` "last" its dual turn is the last of the turns. `loop_config` has what may change the
+turns, and the loss after further ones.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from stars_fast.models.loop import Loop
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.parallel import gradient_sync
+from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
@@ -62,8 +64,8 @@ class StepLoss(nn.Module):
 
     Attributes:
         penalty: the run's.
-        recompute: gives what is recomputed in the backward pass, by the number of turns and
-            whether a dual turn follows from the penalty.
+        recompute: gives what is recomputed in the backward pass, by the number of plain turns in
+            the graph and whether a dual turn follows from the penalty.
     """
 
     def __init__(self, loop: Loop, config: RunConfig) -> None:
@@ -83,7 +85,8 @@ class StepLoss(nn.Module):
         """
         factor = self.penalty.factor(batch, plan.step) if plan.weight > 0 else 0.0
         penalty = self.penalty if factor > 0 else NoPenalty(self.config)
-        recompute = self.recompute(turns, penalty.needs_dual)
+        in_graph = turns_in_graph(self.config, turns, factor > 0)
+        recompute = self.recompute(in_graph, penalty.needs_dual)
 
         micro = MicroStep(self.loop, batch, self.config, plan.step, recompute)
         states = micro.turns(turns - penalty.last_turns, run_later=penalty.last_turns)
@@ -92,6 +95,13 @@ class StepLoss(nn.Module):
 
         value = value * (factor * batch.share)
         shares = torch.stack([loss.detach(), value.detach()])
+        change = self.config.loop
+        if change.progressive > 0:
+            place = batch.index * self.config.train.accumulation // batch.step_micro_batches
+            free = change.drawn_turns(self.config.seed, plan.step, place)
+            deep = micro.further(h.detach(), change.graph_turns, free)
+            deeper = self.loop.token_loss(deep, batch, window_tokens)
+            loss = (1 - change.progressive) * loss + change.progressive * deeper
         if plan.weight > 0:
             loss = self.config.penalty.combine(loss, value, plan.weight)
         return loss, shares

@@ -58,13 +58,14 @@ def run_turns(
     backprop_turns: int | None = None,
     recompute: Recompute = KEEP_ALL,
     layered: TurnByLayer | None = None,
+    before: Callable[[Tensor, int], Tensor] | None = None,
 ) -> list[Tensor]:
     """Apply `block` `turns` times to h^(0) = `h` [B, S, D]; the states that are in the graph.
 
     Returns [h^(0), ..., h^(turns)], or with `backprop_turns` = k < turns the last k + 1 of them:
     the turns before run without a graph and the gradient stops at h^(turns - k). States and
     gradients do not depend on `recompute`; `layered` comes from `by_layer` and is needed for
-    layers alone.
+    layers alone. `before` gives what a turn starts from, of the state and the turn's number.
 
     Raises:
         ValueError: layers are to be recomputed and `layered` is None.
@@ -73,8 +74,8 @@ def run_turns(
     skipped = 0 if backprop_turns is None else max(turns - backprop_turns, 0)
     if skipped:
         with torch.no_grad():
-            for _ in range(skipped):
-                h = block(h)
+            for turn in range(skipped):
+                h = block(h if before is None else before(h, turn))
         # Autocast keeps the weights it has cast, here without a graph, and would hand them on.
         torch.clear_autocast_cache()
         # The prelude then gets a gradient of zero rather than none, so that every parameter takes
@@ -86,7 +87,8 @@ def run_turns(
     kept: Turn = selective(block) if recompute.selective else block
     states = [h]
     for turn in range(turns - skipped):
-        states.append((again if turn < recompute.turns else kept)(states[-1]))
+        h = states[-1] if before is None else before(states[-1], skipped + turn)
+        states.append((again if turn < recompute.turns else kept)(h))
     return states
 
 

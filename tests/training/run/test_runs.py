@@ -23,6 +23,12 @@ SPLIT = {
     "double-jsrr": {"method": "jsrr"},
     "double-truncated": {"method": "jsrr", "train": {"backprop_turns": 1}},
     "double-l2": {"method": "l2", "depth": {"law": "fixed", "value": 3}},
+    "double-rivals": {
+        "method": "fixed-point",
+        "depth": {"law": "fixed", "value": 3},
+        "model": {"injection": "adapter", "state": "noise"},
+        "loop": {"noise": 0.1, "progressive": 0.3, "free_turns": 1},
+    },
     "double-nan": {"method": "jsrr"},
 }
 ACCUMULATION = {"whole": 1, "fours": 4, "ranks": 2}

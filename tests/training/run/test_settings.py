@@ -110,7 +110,7 @@ def reads(monkeypatch):
 
 VARIANTS = (
     {"method": "stars"},
-    {"method": "sft", "eval": {"every": 1, "turns": [1]}},
+    {"method": "sft", "eval": {"every": 1, "turns": [1]}, "loop": {"progressive": 0.5}},
     {
         "method": "stars",
         "depth": {"law": "poisson"},

@@ -45,7 +45,6 @@ class SizeOfTurn(Penalty):
             torch.linspace(-1, 1, h.shape[-1]).to(h).expand_as(h),
             samples,
             settings,
-            return_output=True,
         )
 
     def cost(self):
@@ -128,7 +127,7 @@ def test_a_resumed_run_is_the_same(tiny, added, tmp_path, monkeypatch):
 
 
 def test_choices_come_from_the_files(tiny):
-    assert list(METHODS) == ["sft", "random-loop", "jsrr", "stars", "l2"]
+    assert list(METHODS) == ["sft", "random-loop", "one-step", "fixed-point", "jsrr", "stars", "l2"]
     with pytest.raises(ConfigError, match=r"method: expected one of sft, .*, got 'size'"):
         tiny(method="size")
 

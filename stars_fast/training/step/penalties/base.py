@@ -22,12 +22,14 @@ class Penalty(ABC):
     Attributes:
         needs_dual: whether `compute` runs a dual turn, for which memory is kept.
         last_turns: how many of the last turns `compute` runs itself, rather than the step.
+        more_turns: plain turns that `compute` runs in the graph beyond those of the step.
         can_collapse: whether it goes to zero when the block forgets its input, of which the run
             then warns.
     """
 
     needs_dual: ClassVar[bool] = False
     last_turns: ClassVar[int] = 0
+    more_turns: ClassVar[int] = 0
     can_collapse: ClassVar[bool] = False
 
     def __init__(self, config: StepSettings) -> None:
@@ -72,11 +74,13 @@ class Method(NamedTuple):
     fixed_depth: True or False if the method says which, None if the recipe chooses.
     penalty: makes the penalty of a run from its configuration.
     summary: one line for messages and help.
+    backprop_turns: the turns that carry a gradient, where that is what the method is.
     """
 
     fixed_depth: bool | None
     penalty: Callable[[StepSettings], Penalty]
     summary: str
+    backprop_turns: int | None = None
 
     @property
     def penalised(self) -> bool:
@@ -87,4 +91,10 @@ class Method(NamedTuple):
 METHODS = {
     "sft": Method(True, NoPenalty, "token loss at a fixed number of turns"),
     "random-loop": Method(False, NoPenalty, "token loss, the number of turns drawn from a law"),
+    "one-step": Method(
+        None,
+        NoPenalty,
+        "token loss, its gradient through the last turn alone: a fixed point's to first order",
+        backprop_turns=1,
+    ),
 }

@@ -15,7 +15,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from stars_fast.models.loop import Turn
 from stars_fast.tokens import Subset, Tokens, put_together
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import Method, Penalty
+from stars_fast.training.step.penalties.fixed_point import relative_step
 from stars_fast.training.step.penalty import PenaltyConfig
 from stars_fast.training.step.settings import StepSettings
 
@@ -41,7 +41,7 @@ attention's products."""
 
 
 class _Jacobian(Penalty):
-    """Mean over the samples of ||J v||^2."""
+    """Mean over the samples of ||J v||^2, or of its hinge, and perhaps of the relative step."""
 
     needs_dual = True
     can_collapse = True
@@ -99,13 +99,10 @@ class _Jacobian(Penalty):
         return states[-1].detach() - states[-2].detach()
 
     def estimate(
-        self, micro: MicroStep, states: list[Tensor], part: Subset | None, **options: Any
-    ) -> Any:
-        """`fused_jsrr` at the last of the `states`, of the whole batch or of a part of it."""
-        settings = self.config.penalty
+        self, micro: MicroStep, states: list[Tensor], part: Subset | None
+    ) -> tuple[Tensor, Tensor]:
+        """Phi(h) and the penalty at the last of the `states`, of the whole batch or of a part."""
         h, v, turn = states[-1], self.direction(states), micro.turn
-        if settings.detach:
-            h = h.detach()
         samples = micro.batch.samples
         chosen: Sequence[int] = range(samples.count)
         if part is not None:
@@ -115,7 +112,7 @@ class _Jacobian(Penalty):
         if v is None:
             numbers = [micro.batch.first + i for i in chosen]
             v = sample_noise(h, samples, self.config.seed, micro.step, numbers)
-        return jacobian_estimate(micro.dual_turn(turn), h, v, samples, settings, **options)
+        return jacobian_estimate(micro.dual_turn(turn), h, v, samples, self.config.penalty)
 
 
 class JacobianAtNext(_Jacobian):
@@ -123,7 +120,7 @@ class JacobianAtNext(_Jacobian):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         part = self.drawn(micro.batch, micro.step)
-        return states[-1], self.estimate(micro, states, part)
+        return states[-1], self.estimate(micro, states, part)[1]
 
 
 class JacobianAtLast(_Jacobian):
@@ -133,7 +130,7 @@ class JacobianAtLast(_Jacobian):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         samples, part = micro.batch.samples, self.drawn(micro.batch, micro.step)
-        out, penalty = self.estimate(micro, states, part, return_output=True)
+        out, penalty = self.estimate(micro, states, part)
         if part is None:
             return out, penalty
         others = samples.subset(sorted(set(range(samples.count)) - set(part.chosen)))
@@ -148,14 +145,14 @@ def jacobian_penalty(config: StepSettings) -> Penalty:
 
 
 def jacobian_estimate(
-    turn: Turn, h: Tensor, v: Tensor, samples: Tokens, settings: PenaltyConfig, **options: Any
-) -> Any:
-    """`fused_jsrr` of a turn at h [B, S, D] in the direction v [B, S, D], as the settings say.
-
-    `options` are passed on to `fused_jsrr`.
-    """
+    turn: Turn, h: Tensor, v: Tensor, samples: Tokens, settings: PenaltyConfig
+) -> tuple[Tensor, Tensor]:
+    """Phi(h) and the penalty of a turn at h [B, S, D] in the direction v [B, S, D], as the settings
+    say; with `detach` both are cut off from h."""
+    if settings.detach:
+        h = h.detach()
     mask = samples.real
-    return fused_jsrr(
+    out, value = fused_jsrr(
         turn,
         h,
         v=v,
@@ -164,8 +161,12 @@ def jacobian_estimate(
         power_steps=settings.power_steps,
         normalize=settings.normalize,
         detach=settings.detach,
-        **options,
+        margin=settings.margin,
+        return_output=True,
     )
+    if settings.fixed_point > 0:
+        value = value + settings.fixed_point * relative_step(h, out, samples)
+    return out, value
 
 
 METHODS = {

@@ -6,12 +6,11 @@ import copy
 import inspect
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig
 
-if TYPE_CHECKING:
-    from stars_fast.models.ouro.cache import OuroCache
+from stars_fast.models.ouro.cache import CACHE, OuroCache
 
 # What of the depth is said anew where one of them is said: a lower level's word on it is void.
 _INSTEAD_OF = {
@@ -136,9 +135,6 @@ class LoopedGenerationMixin(GenerationMixin):
         Raises:
             ValueError: the generation is to have a cache of another kind.
         """
-        # Here, as Ouro's package imports this module.
-        from stars_fast.models.ouro.cache import CACHE
-
         for name in ("cache", "past_key_values"):  # by either name
             if model_kwargs.get(name) is not None:
                 model_kwargs[CACHE] = model_kwargs.pop(name)
@@ -187,20 +183,22 @@ def adopt_depth(model: Any, turns: int | None = None) -> None:
     it counts where others call or read the model, and not in `generate` alone.
 
     Args:
+        model: one with `LoopedGenerationMixin`.
         turns: instead of those that it names.
 
     Raises:
         TypeError, ValueError: a value out of range, named.
     """
-    names = type(model.config).attribute_map
-    own = [name for name in getattr(model, "depth_settings", ()) if name in names]
+    config, names = model.config, type(model.config).attribute_map
+    own = [name for name in model.depth_settings if name in names]
     said = settled_depth([{"turns": turns}, vars(model.generation_config)], own)
     fields = {names[name]: value for name, value in said.items()}
     rivals = {rival for name in said for rival in _INSTEAD_OF.get(name, ())}
     void = {names[name] for name in rivals & names.keys()} - fields.keys()
-    for field, value in (*dict.fromkeys(void).items(), *fields.items()):
-        setattr(model.config, field, value)
-    type(model.config).from_dict(model.config.to_dict())  # checks them
+    settled = dict.fromkeys(void) | fields
+    type(config).from_dict(config.to_dict() | settled)  # checks them
+    for field, value in settled.items():
+        setattr(config, field, value)
     drop_depth(model.generation_config, own)
 
 
