@@ -202,6 +202,7 @@ def test_length_of_the_run():
     assert unknown.steps is None
     assert unknown.ours.hours is None
     assert planned("addition", "1xH200").tokens_a_row == 15
+    assert planned("parity-quick", "1xH200").tokens_a_row == 11  # it is judged on longer ones
     epoch = ["--train.epochs", "1", "--data.train_samples", "1100", "--train.batch_size", "256"]
     assert planned("addition", "1xH200", *epoch).steps == 5  # as the trainer rounds
 
