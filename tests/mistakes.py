@@ -366,7 +366,7 @@ COMMANDS = {
     "eval whole --text wiki.txt --device tpu": "--device: expected cpu, cuda, cuda:1",
     "eval m-cut --text wiki.txt": "m-cut/model.safetensors: the weights can't be read",
     "eval m-no-tokenizer --text wiki.txt": "m-no-tokenizer has no tokenizer",
-    "eval m-type --text wiki.txt": "m-type is no looped model: expected model_type",
+    "eval m-type --text wiki.txt": "m-type: model: expected a configuration whose loop",
     "eval whole --text wiki.txt --out file": "--out file can't be made",
     "analyze": "the following arguments are required: RUN",
     "analyze whole": "whole is no run folder; for a checkpoint or a hub id give samples",

@@ -155,7 +155,6 @@ def test_every_setting_of_a_run_on_chats_is_read_or_named(tmp_path, reads, model
          "penalty.power_steps 2 is without effect: method l2 takes no Jacobian"),
         ("addition", "--penalty.draw micro-batches",
          "penalty.draw micro-batches is without effect: penalty.fraction is 1"),
-        ("addition", "--lora.alpha 4", "lora.alpha 4 is without effect: lora.rank is none"),
         ("addition", "--schedule cosine --decay_steps 9", "optim.decay_steps 9 is without effect: "
          "optim.schedule is cosine, which decays all along"),
         ("addition", "--schedule wsd --decay_steps 0 --min_lr_ratio 0.1",
