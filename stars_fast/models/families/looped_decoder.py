@@ -164,6 +164,7 @@ class LoopedDecoderFamily(Family):
     section = LoopedDecoderSection
     packs = True
     causal_lm = True
+    code = "modeling_looped_decoder_portable"
 
     def describe(self, section: LoopedDecoderSection) -> str:
         return f"Looped decoder ({section.path})"
@@ -259,6 +260,18 @@ class LoopedDecoderFamily(Family):
         adopt_depth(model, turns)
         cast(model, dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
+
+    def check_portable(self, model: Any) -> None:
+        """Layers of other code than transformers' own are not in the folder."""
+        from stars_fast.models.looped_decoder.model import causal_class
+
+        config = model.config.decoder
+        for kind in (type(config), causal_class(config)):
+            if not kind.__module__.startswith("transformers."):
+                raise ValueError(
+                    "portable: expected a decoder of transformers, whose code is there wherever "
+                    f"the folder opens, got {kind.__name__} of {kind.__module__}"
+                )
 
     def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
         return model.generate(

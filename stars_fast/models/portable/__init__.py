@@ -19,14 +19,15 @@ _CLASSES = {
 }
 
 
-def add_code(folder: Path, module: str, name: str) -> None:
+def add_code(folder: Path, module: str) -> None:
     """Write a model's code into the folder of a checkpoint, and `auto_map`, which leads
     transformers to it, into its config.json.
 
     Args:
-        module: one of this folder.
-        name: its classes are `{name}Config`, `{name}Model` and `{name}ForCausalLM`.
+        module: one of this folder, such as `modeling_two_words_portable`, whose classes are
+            `TwoWordsConfig`, `TwoWordsModel` and `TwoWordsForCausalLM`.
     """
+    name = "".join(word.capitalize() for word in module.split("_")[1:-1])
     (folder / f"{module}.py").write_bytes(_code(module))
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
