@@ -12,6 +12,7 @@ import torch
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.models.adapter_folder import adapter_base, load_adapter
+from stars_fast.models.cast import cast
 from stars_fast.models.families import checkpoint_config, families
 from stars_fast.models.folders import check_exists, check_folder, has_tokenizer, not_loaded
 from stars_fast.models.loop_keys import norm_closes_turn
@@ -68,7 +69,7 @@ class StandardModel:
                 load_adapter(self.path, model)
             except ValueError as error:
                 raise ConfigError(str(error)) from error
-        return model.to(device=device, dtype=dtype or model.dtype).eval()
+        return cast(model, dtype or model.dtype, device).eval()
 
     def tokenizer(self) -> Any:
         """Its tokenizer: beside an adapter if there is one, else beside the weights.
