@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -198,6 +199,20 @@ def test_a_standard_model_in_16_bits_keeps_its_positions(tmp_path):
         mine = find_standard(str(tmp_path)).load(dtype)
         assert mine.dtype == torch.bfloat16
         assert torch.equal(mine(ids).logits, theirs(ids).logits)
+
+
+def test_damaged_files_of_a_standard_model_are_named(models, tmp_path, capsys):
+    folder = tmp_path / "damaged"
+    shutil.copytree(models["standard"], folder)
+    (tmp_path / "a.txt").write_text(TEXT)
+    words = ["eval", str(folder), "--text", str(tmp_path / "a.txt"), "--device", "cpu"]
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(words) == 1
+    assert f"{weights}: the weights can't be read" in capsys.readouterr().err
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(words) == 1
+    assert "can't load its tokenizer" in capsys.readouterr().err
 
 
 def test_an_adapter_of_a_standard_model_is_one(models, tmp_path):
