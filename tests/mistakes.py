@@ -250,7 +250,7 @@ SETTINGS = {
     f"{T} --per_turn true": "lora: per_turn: expected false, got true",
     f"{T} --family gpt": "model.family: expected one of",
     f"{T} --family ouro --model.family huginn": "model.family is given twice",
-    f"{T} --data.kind images": "data.kind: expected one of chats, sums, text, got 'images'",
+    f"{T} --data.kind images": "data.kind: expected one of chats, parity, sums, text, got 'images'",
     f"{T} --task maths": "task: expected one of addition, ouro, got 'maths'",
     f"{T} --n_heads 5": "model: n_heads must divide d_model",
     f"{T} --model.max_length 3": "model.max_length: expected at least 6 for the data, got 3",

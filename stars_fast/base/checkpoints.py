@@ -85,19 +85,27 @@ def fault_of(path: Path, share: int = 0, shares: int = 1) -> str | None:
     except OSError as error:
         if error.errno == errno.EIO:
             return f"{name} can't be read: {error.strerror}"
-        raise ConfigError(f"{path / name} can't be read: {error.strerror}") from error
+        file = error.filename or path / name
+        raise ConfigError(f"{file} can't be read: {error.strerror}") from error
     except ValueError as error:
         return str(error)
     return None
 
 
 def _fault_in_outline(path: Path) -> str | None:
-    """As `fault_of`, of a checkpoint without checksums: files that are missing or too short."""
+    """As `fault_of`, of a checkpoint without checksums: files that are missing or too short.
+
+    Raises:
+        OSError: a file can't be read.
+    """
     try:
         places = read_metadata(path).storage_data.values()
         read_state(path)
     except ConfigError as error:
-        return failure_reason(error.__cause__ or error)
+        cause = error.__cause__ or error
+        if isinstance(cause, OSError) and cause.errno is not None:
+            raise cause from None  # of the system, and no sign of damage by itself
+        return failure_reason(cause)
     for place in places:
         file = path / place.relative_path
         if not file.is_file():

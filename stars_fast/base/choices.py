@@ -96,4 +96,4 @@ def _without_excluded(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[
 def _given(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that are not none, by dotted path."""
     flat = tree.flat_mapping(settings)
-    return {name: value for name, value in flat.items() if value not in (None, "none", "null")}
+    return {name: value for name, value in flat.items() if not tree.is_none(value)}

@@ -109,6 +109,11 @@ def flat_mapping(mapping: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     return flat
 
 
+def is_none(value: Any) -> bool:
+    """Whether a value stands for none, as a field that may be none reads it."""
+    return value is None or (isinstance(value, str) and value.lower() in ("none", "null"))
+
+
 def unknown(name: str, known: Iterable[str]) -> str:
     """A message that `name` is not one of `known`, with the nearest of them."""
     known = list(known)
@@ -133,7 +138,7 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(hint):
         return build(typing.cast(type, hint), value, path)
     if _is_union(hint):
-        if value is None or (isinstance(value, str) and value.lower() in ("none", "null")):
+        if is_none(value):
             return None
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
         return _convert(hint, value, path)

@@ -108,7 +108,7 @@ def _read(message: Mapping[str, Any], where: str) -> tuple[Message, str]:
             f"data.messages: content in {where!r}: expected text, got {content!r:.200}"
         )
     for key in _SPOKEN:
-        if message.get(key):
+        if _says(message.get(key)):
             return {}, key
     for key in _WEIGHTS:
         if role == "assistant" and message.get(key) not in (None, 1, True):
@@ -121,6 +121,15 @@ def _read(message: Mapping[str, Any], where: str) -> tuple[Message, str]:
     if not role or content is None or (needed and not content.strip()):
         return {}, NO_TEXT
     return {"role": role, "content": content}, ""
+
+
+def _says(value: Any) -> bool:
+    """Whether a value is more than nulls: columns of Parquet have all keys in all rows."""
+    if isinstance(value, Mapping):
+        return any(_says(each) for each in value.values())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return any(_says(each) for each in value)
+    return bool(value)
 
 
 def _either(message: Mapping[str, Any], *names: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 """Raised whenever the same chats would give other files."""
+
+_UNFINISHED = re.compile(r"([0-9a-f]{32})\.\w{8}")
+"""Names of folders that `_build` works in: a key, and what `tempfile` adds."""
 
 ROWS_PER_WORKER = 500
 """A process is not worth its start for fewer."""
@@ -244,13 +248,14 @@ def _build(
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what processes that died while they tokenised have left in the cache."""
+    """Remove what processes that died while they tokenised have left in the cache, and nothing
+    else: the folder may be one in which users keep their own."""
     for left in cache.glob("*.*"):
-        lock = FileLock(cache / f"{left.name.partition('.')[0]}.lock", timeout=0)
+        match = _UNFINISHED.fullmatch(left.name)
         # Where its builder is at work it is locked; another process may remove it too
         with suppress(Timeout, OSError):
-            if left.is_dir():
-                with lock:
+            if match and left.is_dir():
+                with FileLock(cache / f"{match[1]}.lock", timeout=0):
                     shutil.rmtree(left)
 
 

@@ -1,6 +1,7 @@
 """Settings that a run does not read, its other settings being what they are."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from stars_fast.base import tree
@@ -24,6 +25,9 @@ _OF_LAWS = {
 _OF_ANY_PENALTY = ("weight", "weighting", "start_step", "ramp_steps")
 """Fields of a penalty that is not the Jacobian's."""
 
+_READ_BY = {"l2": (), "fixed-point": ("at", "detach")}
+"""Those that methods without a Jacobian read besides."""
+
 
 def without_effect(recipe: str, words: Iterable[str], config: RunConfig) -> list[str]:
     """Lines on the settings that a recipe or the command line gives in vain.
@@ -39,7 +43,8 @@ def without_effect(recipe: str, words: Iterable[str], config: RunConfig) -> list
     spoken = tree.flat_mapping(parse_overrides(list(words), read_recipe(recipe)))
     lines = _in_vain(spoken, unread(config))
     written = tree.flat_mapping(own_settings(recipe))
-    if set(tree.leaves(config_class(*names_of(tree.to_dict(config))))) <= set(written):
+    every = set(tree.leaves(config_class(*names_of(tree.to_dict(config)))))
+    if Path(recipe).is_dir() or every <= set(written):  # a run's folder may be of an older version
         return lines
     try:
         alone = load_config(recipe)
@@ -64,6 +69,7 @@ def unread(config: RunConfig) -> dict[str, str]:
         **_named("data", kind.unread(config.data)),
         **_named("depth", _depth(config)),
         **_named("penalty", _penalty(config)),
+        **_named("loop", _loop(config)),
         **_named("optim", _optim(config)),
         **_named(
             "lora", {} if config.lora.wanted else _all(config.lora, "rank", "lora.rank is none")
@@ -97,10 +103,17 @@ def _penalty(config: RunConfig) -> dict[str, str]:
         if penalty.weight == 0:
             return _all(penalty, "weight", "penalty.weight is 0")
         return _all(penalty, "", f"method {config.method} has no penalty")
-    if config.method == "l2":
-        names = [name for name in tree.to_dict(penalty) if name not in _OF_ANY_PENALTY]
-        return dict.fromkeys(names, "method l2 takes no Jacobian")
+    if config.method in _READ_BY:
+        read = (*_OF_ANY_PENALTY, *_READ_BY[config.method])
+        names = [name for name in tree.to_dict(penalty) if name not in read]
+        return dict.fromkeys(names, f"method {config.method} takes no Jacobian")
     return {"draw": "penalty.fraction is 1"} if penalty.fraction == 1 else {}
+
+
+def _loop(config: RunConfig) -> dict[str, str]:
+    if config.loop.progressive:
+        return {}
+    return dict.fromkeys(("free_turns", "graph_turns"), "loop.progressive is 0")
 
 
 def _optim(config: RunConfig) -> dict[str, str]:

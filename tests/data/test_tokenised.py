@@ -322,12 +322,26 @@ def test_what_a_kill_left_is_removed_by_the_next_run(config, tokenizer, tmp_path
 
 def test_what_another_process_is_building_is_left_alone(config, tokenizer, tmp_path):
     chats = tmp_path / "cache" / "chats"
-    (chats / "abc.xyz").mkdir(parents=True)
-    with FileLock(chats / "abc.lock"):
+    key = "0123456789abcdef" * 2
+    left = chats / f"{key}.a_b0c1d2"
+    left.mkdir(parents=True)
+    with FileLock(chats / f"{key}.lock"):
         load(config(), tokenizer)
-        assert (chats / "abc.xyz").exists()
+        assert left.exists()
     load(config(), tokenizer)
-    assert not (chats / "abc.xyz").exists()
+    assert not left.exists()
+
+
+def test_what_users_keep_in_the_folder_of_the_cache_stays(config, tokenizer, tmp_path):
+    """`data.cache` may be the folder of their data, with chats of their own in it."""
+    chats = tmp_path / "cache" / "chats"
+    for name in (".git", "OpenHermes-2.5", "v1.0", "deadbeef.12345678"):
+        (chats / name).mkdir(parents=True)
+        (chats / name / "rows.jsonl").write_text("{}")
+    before = set(chats.rglob("*"))
+    built = load(config(), tokenizer)[0].folder.parent
+    own = {built, *built.rglob("*"), chats / f"{built.name}.lock"}
+    assert set(chats.rglob("*")) - own == before
 
 
 def build(config, tokenizer, start, results):

@@ -103,6 +103,8 @@ def test_mistakes_name_the_field(recipe, words, message):
         ("train: {steps: 30}", "--train.epochs 2", (None, 2.0)),
         ("train: {epochs: 2}", "--train.steps 30", (30, None)),
         ("train: {steps: 30}", "--train.epochs none", (30, None)),
+        ("train: {steps: 30}", "--train.epochs None", (30, None)),
+        ("train: {epochs: 2}", "--train.steps NULL --epochs 3", (None, 3.0)),
         ("train: {epochs: 2}", "--epochs 3 --steps none", (None, 3.0)),
         ("train: {steps: 30, epochs: null}", "--seed 1", (30, None)),
         ("base: base.yaml", "", (None, 4.0)),

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 
 import pytest
+import yaml
 
 from stars_fast.base import tree
 from stars_fast.base.tree import merge
@@ -83,6 +84,8 @@ RUNS = {
     "random-loop": {"method": "random-loop"},
     "jsrr": {"method": "jsrr", "depth": FIXED},
     "l2": {"method": "l2"},
+    "fixed-point": {"method": "fixed-point"},
+    "one-step": {"method": "one-step", "model": {"injection": "add"}},
     "no weight": {"method": "stars", "penalty": {"weight": 0.0}},
     "poisson": {"method": "stars", "depth": {"law": "poisson", "stratified": True}},
     "huginn's law": {"method": "stars", "depth": {"law": "poisson-lognormal"}},
@@ -100,6 +103,7 @@ RUNS = {
     "constant": {"method": "stars", "optim": {"schedule": "wsd"}},
     "epochs": {"method": "stars", "train": {"steps": None, "epochs": 0.1}},
     "not judged": {"method": "stars", "eval": {"turns": []}, "memory": {"recompute": "turn"}},
+    "progressive": {"method": "stars", "loop": {"progressive": 0.5, "free_turns": 1}},
     "wandb": {"method": "stars", "memory": {"budget": 1.0}},
 }
 
@@ -153,12 +157,16 @@ def test_every_setting_of_a_run_on_chats_is_read_or_named(tmp_path, reads, model
          "penalty.at next is without effect: penalty.weight is 0"),
         ("addition-l2", "--power_steps 2",
          "penalty.power_steps 2 is without effect: method l2 takes no Jacobian"),
+        ("addition", "--method fixed-point --penalty.fraction 0.25",
+         "penalty.fraction 0.25 is without effect: method fixed-point takes no Jacobian"),
         ("addition", "--penalty.draw micro-batches",
          "penalty.draw micro-batches is without effect: penalty.fraction is 1"),
         ("addition", "--schedule cosine --decay_steps 9", "optim.decay_steps 9 is without effect: "
          "optim.schedule is cosine, which decays all along"),
         ("addition", "--schedule wsd --decay_steps 0 --min_lr_ratio 0.1",
          "optim.min_lr_ratio 0.1 is without effect: optim.decay_steps is 0"),
+        ("addition", "--loop.free_turns 3",
+         "loop.free_turns 3 is without effect: loop.progressive is 0"),
         ("addition", "--project x", "train.project x is without effect: train.report_to names"),
         ("addition", "--memory.recompute none --budget 4",
          "memory.budget 4 is without effect: memory.recompute is none"),
@@ -194,6 +202,11 @@ def test_what_is_read_is_not_told(tmp_path):
     again = load_config(str(tmp_path), ["--depth.mu", "2"])
     assert len(without_effect(str(tmp_path), [], again)) == 0
     assert len(without_effect(str(tmp_path), ["--depth.mu", "2"], again)) == 1
+    # Also that of a run of before there were some of the fields.
+    full = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del full["train"]["deterministic"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(full))
+    assert len(without_effect(str(tmp_path), [], again)) == 0
 
 
 def test_the_command_tells_it_of_a_recipe_too(tmp_path, monkeypatch, capsys):
@@ -214,7 +227,7 @@ def test_the_command_tells_it_of_a_recipe_too(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("family", families())
 def test_fields_without_effect_are_fields(family, kind):
     needed = {"model": {"family": family}, "data": {"kind": kind}}
-    if kind != "sums":
+    if any(field.name == "source" for field in dataclasses.fields(kinds()[kind].section)):
         needed["data"] |= {"source": "tiny-chat"} | ({"packing": False} if kind == "chats" else {})
     config = config_from({"method": "sft", "depth": FIXED, **needed})
     assert set(unread(config)) <= set(tree.leaves(config_class(family, kind)))

@@ -58,6 +58,10 @@ class DataKind(ABC):
     def longest(self, section: Any) -> int:
         """Most tokens of a sample."""
 
+    def sample(self, section: Any) -> tuple[int, int] | None:
+        """Tokens of a training sample and targets among them, where all samples are alike."""
+        return None
+
     def packs(self, section: Any) -> bool:
         """Whether samples follow each other in one row."""
         return False

@@ -28,6 +28,9 @@ class ParityKind(DataKind):
     def longest(self, section: ParitySection) -> int:
         return 1 + section.bits * max((1, *section.longer))
 
+    def sample(self, section: ParitySection) -> tuple[int, int]:
+        return 1 + section.bits, section.bits
+
     def open(
         self, section: ParitySection, tokenizer: Any, seed: int, quiet: bool = True
     ) -> OpenData:

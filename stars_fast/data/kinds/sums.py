@@ -63,6 +63,9 @@ class SumsKind(DataKind):
     def longest(self, section: SumsSection) -> int:
         return 3 * section.digits + 3
 
+    def sample(self, section: SumsSection) -> tuple[int, int]:
+        return self.longest(section), section.digits + 2
+
     def unread(self, section: SumsSection) -> dict[str, str]:
         read = section.train_file is None or section.test_file is None
         return {} if read else {"seed": "both splits are files"}

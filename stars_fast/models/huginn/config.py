@@ -70,7 +70,7 @@ class HuginnConfig(PretrainedConfig):
     model_type = "huginn_raven"
     auto_map: ClassVar[dict[str, str]] = {}  # read by TRL of a class outside of transformers
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
-        "past_key_values", "cache", "turns", "real", "inputs",
+        "past_key_values", "cache", "turns", "real", "inputs", "last_hidden_state",
     ]  # fmt: skip
     attribute_map: ClassVar[dict[str, str]] = {
         "num_attention_heads": "n_heads",

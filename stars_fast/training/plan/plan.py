@@ -9,10 +9,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from stars_fast.base.errors import ConfigError
 from stars_fast.models.families import family_named
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import Gpus
+from stars_fast.training.plan.otherwise import Changes, otherwise
 from stars_fast.training.plan.passes import Machine
 from stars_fast.training.plan.rates import rates
 from stars_fast.training.plan.rows import rows_of
@@ -24,6 +27,8 @@ from stars_fast.training.plan.steps import (
     published_way,
     way,
 )
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.methods import penalty_of
 
 
 @dataclass(frozen=True)
@@ -136,23 +141,32 @@ def _shorter(whole: Way, without: Way, before: float) -> Way:
 
 
 def _read(config: Any, gpus: Gpus, document: int) -> Run:
+    """The run as the trainer would read it, with the same refusals."""
     try:
         train = config.train.on(gpus.number)
     except ValueError as error:
         raise ConfigError(f"train: {error}") from error
+    try:
+        config.penalty.micro_batches(train.accumulation)
+    except ValueError as error:
+        raise ConfigError(f"penalty: {error}") from error
+    if config.parallel.kind == "hsdp":
+        local = min(gpus.number, memory.MACHINE)
+        config.parallel.copies(World(0, gpus.number, torch.device("cpu"), local_size=local))
     config = replace(config, train=train)
     shape = family_named(config.model.family).shape(config.model)
     machine = Machine(gpus.card, rates(), config.precision != "float32")
     rows = rows_of(config.data, document)
     micro = train.batch_size // (gpus.number * train.accumulation)
-    return Run(config, shape, rows, gpus, machine, micro)
+    drawn = penalty_of(config).as_drawn(len(rows.lengths) * micro)
+    return Run(replace(config, penalty=drawn), shape, rows, gpus, machine, micro)
 
 
 def _steps(run: Run) -> int | None:
     train = run.config.train
     if train.steps is None and run.rows.units is None:
         return None
-    return train.steps or max(round(train.epochs * run.rows.units / train.batch_size), 1)
+    return train.over(run.rows.units).total_steps
 
 
 def _fit(run: Run, chances: list[tuple[int, float]]) -> Fit:
@@ -177,27 +191,24 @@ def _what_fits(
     config: Any, gpus: Gpus, document: int, chances: list[tuple[int, float]]
 ) -> list[str]:
     """Changes by which it fits, each by itself, the mildest first."""
-    parallel, train = config.parallel, config.train
-    tries: list[tuple[str, Any]] = []
-    for micro in (8, 4, 2, 1):
-        if train.micro_batch_size is not None and micro < train.micro_batch_size:
-            smaller = replace(train, micro_batch_size=micro, accumulation=1)
-            tries.append((f"--train.micro_batch_size {micro}", replace(config, train=smaller)))
-    if family_named(config.model.family).shards and not config.lora.wanted:
-        for words, changes in (
-            ("--parallel.kind fsdp", {"kind": "fsdp"}),
-            ("--parallel.kind fsdp --parallel.reshard true", {"kind": "fsdp", "reshard": True}),
-            (
-                "--parallel.kind fsdp --parallel.reshard true --parallel.offload true",
-                {"kind": "fsdp", "reshard": True, "offload": True},
-            ),
-        ):
-            tries.append((words, replace(config, parallel=replace(parallel, **changes))))
+    tries: list[tuple[str, Changes]] = []
+    micro = config.train.batch_size // (gpus.number * config.train.accumulation)
+    while micro > 1:
+        micro = micro // 2 if micro % 2 == 0 else 1  # what divides the batch too
+        words = f"--train.micro_batch_size {micro}"
+        tries.append((words, {"train": {"micro_batch_size": micro, "accumulation": 1}}))
     if not config.lora.wanted:
-        tries.append(("--lora.rank 16", replace(config, lora=replace(config.lora, rank=16))))
+        if family_named(config.model.family).shards:
+            parallel: dict[str, Any] = {}
+            words = ""
+            for name, value in (("kind", "fsdp"), ("reshard", True), ("offload", True)):
+                parallel = {**parallel, name: value}
+                words += f" --parallel.{name} {str(value).lower()}"
+                tries.append((words.strip(), {"parallel": parallel}))
+        tries.append(("--lora.rank 16", {"lora": {"rank": 16}}))
     found = []
-    for words, changed in tries:
-        run = _read(changed, gpus, document)
-        if _fit(run, chances).fits:
+    for words, changes in tries:
+        changed = otherwise(config, changes)
+        if changed is not None and _fit(_read(changed, gpus, document), chances).fits:
             found.append(words)
     return found

@@ -38,9 +38,9 @@ def rows_of(data: Any, document: int) -> Rows:
     """The rows of a section `data`; `document` is the mean length of a document in tokens, where
     the section does not say it."""
     kind = kind_named(data.kind)
-    if kind.exact_match:
-        share = (data.digits + 2) / kind.longest(data)
-        return Rows([float(kind.longest(data))], data.train_samples, share, False)
+    if alike := kind.sample(data):
+        tokens, targets = alike
+        return Rows([float(tokens)], data.train_samples, targets / tokens, False)
     if not hasattr(data, "samples"):
         return Rows([float(kind.longest(data))], None, 1.0, False)
     mean = float(min(document, kind.longest(data)))

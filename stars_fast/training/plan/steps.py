@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stars_fast.models.shape import Shape
@@ -102,6 +102,8 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
     penalty = penalty_of(config)
     dual = penalised and penalty.needs_dual
     part = config.penalty.fraction if dual else 0.0
+    # A pass over some of the samples is launched, and touches the weights, as one over all
+    times = 1.0 if dual and config.penalty.draw == "samples" else part
     forward, backward = (
         passes.turn(shape, lengths, machine, backward=each, frozen=frozen) for each in (False, True)
     )
@@ -116,14 +118,15 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
             passes.turn(shape, lengths, machine, backward=each, dual=True, frozen=frozen)
             for each in (False, True)
         )
-        total += (into * config.penalty.power_steps + back) * part
+        through = into * config.penalty.power_steps + back
+        total += replace(through * part, host=through.host * times)
     elif penalised:
         total += Seconds(traffic=machine.moved(6 * machine.itemsize * shape.width * run.tokens))
     outside = shape.outside / shape.layers
     total += (forward + backward) * outside
     heads = 2 if config.loop.more_turns else 1
     total += passes.head(shape, run.positions, machine, frozen=frozen) * heads
-    total += _weights(run, in_graph + more + 2 * part)
+    total += _weights(run, in_graph + more + 2 * times)
     choice = choice_of(run, turns, penalised)
     total += _again(run, choice.recompute, in_graph + more, part, forward)
     plain_flops = passes.turn_flops(shape, lengths)

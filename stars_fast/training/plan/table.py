@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from stars_fast.models.families import family_named
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import cards
+from stars_fast.training.plan.otherwise import otherwise
 from stars_fast.training.plan.rows import rows_of
 from stars_fast.training.scale.memory import GIB, choose
+from stars_fast.training.scale.parallel import ParallelConfig
 from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.penalties.base import Penalty
 
@@ -36,15 +38,25 @@ class MemoryRow(NamedTuple):
 
 
 def memory_table(config: Any) -> list[MemoryRow]:
-    """The rows for a recipe: all weights on every GPU, shared out among 4 and 8, and adapters."""
+    """The rows for a recipe: all weights on every GPU, shared out among 4 and 8, and adapters.
+
+    Whether and how the recipe itself is sharded or adapted does not matter. Without those shared
+    out where its penalty excludes `parallel.reshard`.
+    """
     shape = family_named(config.model.family).shape(config.model)
-    parallel, train = config.parallel, replace(config.train, accumulation=8, micro_batch_size=None)
-    plain = replace(config, train=train, lora=replace(config.lora, rank=None))
+    train = {"accumulation": 8, "micro_batch_size": None, "compile": False}
+    plain = replace(
+        config,
+        parallel=ParallelConfig(),
+        train=replace(config.train, **train),
+        lora=replace(config.lora, rank=None),
+    )
     kinds: list[tuple[str, Any, int]] = [("all weights", plain, 1)]
     if family_named(config.model.family).shards:
-        shared = replace(plain, parallel=replace(parallel, kind="fsdp", reshard=True))
-        kinds += [(f"FSDP over {n}", shared, n) for n in (4, 8)]
-    kinds.append(("LoRA 16", replace(plain, lora=replace(config.lora, rank=16)), 1))
+        shared = {"kind": "fsdp", "reshard": True, "offload": config.parallel.offload}
+        sharded = otherwise(plain, {"parallel": shared})
+        kinds += [(f"FSDP over {n}", sharded, n) for n in (4, 8) if sharded is not None]
+    kinds.append(("LoRA 16", otherwise(plain, {"lora": {"rank": 16}, "train": {"freeze": ()}}), 1))
     supervised = rows_of(config.data, 600).supervised
     penalty = penalty_of(config)
     rows = []

@@ -31,14 +31,14 @@ def deterministic(wanted: bool) -> Iterator[None]:
     lenient = torch.is_deterministic_algorithms_warn_only_enabled()
     before = cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     workspace = os.environ.get(WORKSPACE)
-    os.environ.setdefault(WORKSPACE, ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
-    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it finds bugs, and takes time
     try:
+        os.environ.setdefault(WORKSPACE, ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        cudnn.deterministic, cudnn.benchmark = True, False
+        memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it finds bugs, and takes time
         yield
     finally:
-        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = before  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(strict, warn_only=lenient)
+        cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = before  # type: ignore[attr-defined]
         if workspace is None:
             del os.environ[WORKSPACE]

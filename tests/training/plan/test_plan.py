@@ -100,7 +100,7 @@ def test_short_micro_batches_wait_for_the_host():
 
 def test_slow_links_and_little_memory_limit_too():
     words = ["--data.max_length", "1024", "--parallel.kind", "fsdp", "--parallel.reshard", "true"]
-    slow = planned("ouro-numina-fast", "8xRTX-4090", "--train.batch_size", "8", *words)
+    slow = planned("ouro-numina-fast", "8xRTX-4090", "--train.batch_size", "32", *words)
     assert slow.ours.parts["network"] > 0.1 * slow.ours.seconds
     assert planned("ouro-numina-fast", "1xH200").ours.parts["network"] == 0
     tight = planned("ouro-numina-fast", "4xA100-40GB", "--data.row_length", "4096")
@@ -117,6 +117,54 @@ def test_what_does_not_fit_is_told_what_would():
     for words in found.fitting:
         assert planned("ouro-numina-fast", "4xRTX-4090", *words.split()).memory.fits, words
     assert planned("ouro-numina-lora", "1xRTX-4090").memory.fits
+
+
+FSDP, RESHARD = "--parallel.kind fsdp", "--parallel.reshard true"
+OFFLOAD = f"{RESHARD} --parallel.offload true"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "fits"),
+    [
+        ("4x", "--train.freeze embed_tokens", [FSDP, f"{FSDP} {RESHARD}", f"{FSDP} {OFFLOAD}"]),
+        ("4x", "--train.compile true", ["--lora.rank 16"]),
+        ("2x", "--parallel.kind hsdp --parallel.shard 2", ["--lora.rank 16"]),
+        ("4x", "--penalty.draw samples --batch_size 96 --micro_batch_size 3", ["--lora.rank 16"]),
+        (
+            "4x",
+            "--lora.rank 16 --batch_size 96 --micro_batch_size 6",
+            ["--train.micro_batch_size 3", "--train.micro_batch_size 1"],
+        ),
+    ],
+)
+def test_changes_that_the_recipe_excludes_are_not_tried(gpus, words, fits):
+    found = planned("ouro-numina-fast", f"{gpus}RTX-4090", *words.split())
+    assert not found.memory.fits
+    assert found.fitting == fits
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "message"),
+    [
+        ("4xH200", "--penalty.fraction 0.3", r"penalty: fraction: expected a whole number of"),
+        ("4xH200", "--parallel.kind hsdp --parallel.shard 3", r"parallel.shard must divide"),
+    ],
+)
+def test_what_the_trainer_refuses_is_not_planned(gpus, words, message):
+    with pytest.raises(ConfigError, match=message):
+        planned("ouro-numina-fast", gpus, *words.split())
+
+
+def test_of_few_samples_one_is_drawn_at_least():
+    """A micro-batch of `ouro-numina` is one document, so that a quarter of it is all of it."""
+    whole, quarter = (
+        planned("ouro-numina", "4xH200", "--penalty.fraction", each).ours for each in ("1", "0.25")
+    )
+    assert quarter == whole
+    words = ["--micro_batch_size", "8", "--penalty.fraction"]
+    whole, quarter = (planned("ouro-numina", "4xH200", *words, each).ours for each in ("1", "0.25"))
+    assert quarter.parts["products"] < whole.parts["products"]
+    assert quarter.parts["host"] > whole.parts["host"]  # it launches as much for less work
 
 
 def test_more_costs_more():
@@ -154,6 +202,9 @@ def test_length_of_the_run():
     assert unknown.steps is None
     assert unknown.ours.hours is None
     assert planned("addition", "1xH200").tokens_a_row == 15
+    assert planned("parity-quick", "1xH200").tokens_a_row == 11  # it is judged on longer ones
+    epoch = ["--train.epochs", "1", "--data.train_samples", "1100", "--train.batch_size", "256"]
+    assert planned("addition", "1xH200", *epoch).steps == 5  # as the trainer rounds
 
 
 def test_a_penalty_that_begins_later_costs_less():
@@ -193,6 +244,20 @@ def test_the_table_of_memory():
         for card, cell in row.cards.items():
             if cell != "no":
                 assert float(cell.partition(":")[0]) * 2**30 < cards()[card].memory + 2**29
+
+
+def test_the_table_is_of_any_recipe():
+    plain = memory_table(load_config("ouro-numina-fast"))
+    for words in (
+        "--train.freeze embed_tokens",
+        "--train.compile true",
+        "--parallel.kind hsdp --parallel.shard 2",
+        "--parallel.kind fsdp",
+        "--lora.rank 4",
+    ):
+        assert memory_table(load_config("ouro-numina-fast", words.split())) == plain, words
+    apart = memory_table(load_config("ouro-numina-fast", ["--penalty.draw", "samples"]))
+    assert {row.run for row in apart} == {"all weights", "LoRA 16"}
 
 
 def test_the_table_in_the_docs_is_the_one_that_is_printed():

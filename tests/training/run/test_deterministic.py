@@ -24,6 +24,9 @@ def settings():
 @pytest.fixture(autouse=True)
 def _unset(monkeypatch):
     monkeypatch.delenv(WORKSPACE, raising=False)
+    # torch's own testing module, which other tests import, forbids to set cuDNN's flags.
+    with torch.backends.__allow_nonbracketed_mutation():
+        yield
 
 
 def test_what_is_set_is_put_back():

@@ -133,7 +133,7 @@ def test_a_looped_lm_on_chats_is_analysed_and_exported(run_of, tmp_path):
         ),
         (OURO, SUMS, {"parallel": {"kind": "fsdp"}}, "parallel.kind: expected auto or ddp"),
         ({"family": "gpt9"}, SUMS, {}, "one of huginn, looped_decoder, looped_lm, ouro, got"),
-        (OURO, {"kind": "poems"}, {}, "data.kind: expected one of chats, sums, text, got 'poems'"),
+        (OURO, {"kind": "poems"}, {}, "of chats, parity, sums, text, got 'poems'"),
         (OURO, {**TEXT, "source": "nowhere.txt"}, {}, "data.source: expected a text file or"),
     ],
 )  # fmt: skip
