@@ -20,6 +20,8 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    Trainer,
+    TrainingArguments,
 )
 
 from stars_fast.cli import main
@@ -282,9 +284,33 @@ def test_the_loss_is_the_native_one():
     ids, real = tokens(B, S), MASKS["right"]
     labels = ids.masked_fill(~real.bool(), -100)
     labels[0, 4] = -100
-    for given in (labels, ids):
-        mine, theirs = (each(ids, attention_mask=real, labels=given) for each in (native, other))
+    for given, count in ((labels, None), (ids, None), (labels, 7), (labels, torch.tensor(50))):
+        call = {"attention_mask": real, "labels": given, "num_items_in_batch": count}
+        mine, theirs = (each(ids, **call) for each in (native, other))
         torch.testing.assert_close(theirs.loss, mine.loss, **EXACT)
+
+
+def test_a_trainer_accumulates_its_gradients(tmp_path):
+    found = []
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, S)]
+    for part in (1, 4):
+        other = portable.OuroForCausalLM.from_pretrained(checkpoint())
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8 // part,
+            gradient_accumulation_steps=part,
+            max_steps=1,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = Trainer(other, args, train_dataset=rows)
+        trainer.train()
+        found.append(trainer.state.log_history[0])
+    for name in ("loss", "grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5)
 
 
 @pytest.mark.parametrize(
