@@ -80,8 +80,11 @@ def export_run(
     whole = {"turns": turns, "dtype": dtype, "portable": portable or None}
     base = None if adapter == "merge" else _base_of(source, whole)
     model = load_model(source, torch.float32 if source.adapted else None)
-    if portable:
-        source.family.check_portable(model)
+    if portable and (foreign := source.family.foreign_code(model)) is not None:
+        raise ValueError(
+            "portable: expected a model of transformers' own parts, whose code is there wherever "
+            f"the folder opens, got {foreign}"
+        )
     beside, tokenizer = source.beside, tokenizer_place(source)
     on_the_hub = source.step is None and not Path(tokenizer).is_dir()
     out.parent.mkdir(parents=True, exist_ok=True)

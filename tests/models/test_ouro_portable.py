@@ -34,6 +34,7 @@ from stars_fast.models.portable import holds_code
 from stars_fast.models.portable import modeling_ouro_portable as portable
 
 CODE = "modeling_ouro_portable"
+CODES = sorted(Path(portable.__file__).parent.glob("modeling_*.py"))
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
 SINGLE = 1e-6  # of the whole, in the L2 norm
 B, S = 3, 9
@@ -364,8 +365,8 @@ def exported(tmp_path_factory):
     return folder
 
 
-ALONE = """
-import json, sys
+BLOCKED = """
+import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -373,6 +374,9 @@ class Blocked:
             raise ImportError(f"{name} is not here")
 
 sys.meta_path.insert(0, Blocked())
+"""
+ALONE = """
+import json
 import torch
 from transformers import (
     AutoConfig,
@@ -426,7 +430,7 @@ def alone(script, *words, cwd):
 def test_the_folder_opens_where_this_package_is_not(exported, tmp_path):
     ids, real = tokens(B, S), MASKS["left"]
     words = (exported, tmp_path / "saved", json.dumps(ids.tolist()), json.dumps(real.tolist()))
-    said = alone(ALONE, *words, cwd=tmp_path)
+    said = alone(BLOCKED + ALONE, *words, cwd=tmp_path)
     native = OuroForCausalLM.from_pretrained(exported, dtype=torch.float32)
     out = native(ids, attention_mask=real)
     seen = real.bool()
@@ -480,9 +484,10 @@ def test_other_families_have_no_such_code(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_code_imports_pytorch_and_transformers_alone():
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.stem)
+def test_the_code_imports_pytorch_and_transformers_alone(code):
     names = set()
-    for node in ast.walk(ast.parse(Path(portable.__file__).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(code.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

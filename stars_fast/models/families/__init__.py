@@ -146,8 +146,9 @@ class Family(ABC):
             OSError, ValueError: it can't be loaded, or holds other weights than the model.
         """
 
-    def check_portable(self, model: Any) -> None:
-        """Raise ValueError where `code` can't make a model of this family."""
+    def foreign_code(self, model: Any) -> str | None:
+        """The code that a model needs besides `code` and transformers; None where it needs none."""
+        return None
 
     def tokenizer(self, path: str) -> Any:
         """The tokenizer, of transformers, of a folder or of the hub.

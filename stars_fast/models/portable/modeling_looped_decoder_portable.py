@@ -553,6 +553,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
 class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
     """A looped decoder with its head; `turns`, `tol` and `tol_per` as `LoopedDecoderModel`."""
 
+    accepts_loss_kwargs = True
+
     def __init__(self, config: LoopedDecoderConfig) -> None:
         super().__init__(config)
         decoder = _fresh_decoder(config)
@@ -578,14 +580,17 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
         tol_per: str = "sequence",
         cache: LoopedDecoderCache | None = None,
         output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> LoopedDecoderCausalLMOutput | tuple[Any, ...]:
-        """Logits, and the mean loss of the next token where labels are given.
+        """Logits, and the loss of the next token where labels are given.
 
         Args:
             labels: [B, S] int64, the token ids themselves (they are shifted here), -100 where there
                 is no target.
             logits_to_keep: logits of the last so many positions, or of positions [n]; 0 for all.
+            num_items_in_batch: divides the summed loss, as a Trainer asks for that accumulates
+                gradients; the number of targets by default.
             turns, tol, tol_per and the rest: as `LoopedDecoderModel.forward`.
 
         Raises:
@@ -613,7 +618,14 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
             kept = h[:, -logits_to_keep:]
         loss = None
         if labels is not None:
-            loss = self._loss(h, labels, attention_mask, position_ids)
+            targets = self._targets(labels, attention_mask, position_ids)
+            wide = torch.promote_types(h.dtype, torch.float32)
+            found = self._logits(h).to(wide).flatten(0, 1), targets.flatten()
+            if num_items_in_batch is None:
+                loss = F.cross_entropy(*found)
+            else:
+                count = torch.as_tensor(num_items_in_batch, device=h.device)
+                loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         output = LoopedDecoderCausalLMOutput(
             loss=loss,
@@ -636,27 +648,23 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
             logits = (logits / cap).tanh() * cap
         return logits
 
-    def _loss(
-        self,
-        h: Tensor,
-        labels: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
+    def _targets(
+        self, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> Tensor:
-        """Mean cross-entropy of the token that follows each, within its document."""
+        """[B, S]: the token that follows each in its document; -100 on pads and at the end."""
         if getattr(self.config.decoder, "output_router_logits", False):
             raise ValueError(
                 "output_router_logits: expected False with labels, got True: the auxiliary loss of "
                 "a router is not added here"
             )
+        length = labels.shape[1]
         targets = F.pad(labels[:, 1:], (0, 1), value=-100)
         if attention_mask is not None:
-            targets = targets.masked_fill(~attention_mask[:, -h.shape[1] :].bool(), -100)
-        elif position_ids is not None:
-            begins = F.pad(position_ids.view(-1, h.shape[1]).diff(dim=1) <= 0, (0, 1))
-            targets = targets.masked_fill(begins, -100)
-        wide = torch.promote_types(h.dtype, torch.float32)
-        return F.cross_entropy(self._logits(h).to(wide).flatten(0, 1), targets.flatten())
+            return targets.masked_fill(~attention_mask[:, -length:].bool(), -100)
+        if position_ids is not None:
+            ends = F.pad(position_ids.view(-1, length).diff(dim=1) <= 0, (0, 1))
+            targets = targets.masked_fill(ends, -100)
+        return targets
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """As transformers', which would keep what a load says of the depth there too."""
@@ -685,7 +693,7 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
     ) -> tuple[Any, dict[str, Any]]:
         """As transformers', and the depth handed to the model: as the call says, else as the
         generation settings do."""
-        said = {}
+        said: dict[str, Any] = {}
         for level in (generation_config, self.generation_config):
             held = {} if level is None else vars(level)
             said = {name: held[name] for name in _DEPTH if held.get(name) is not None} | said
@@ -737,12 +745,13 @@ def _decoder_config(fields: dict[str, Any]) -> Any:
 def _fresh_decoder(config: LoopedDecoderConfig) -> Any:
     """A causal language model of the decoder's own class, with initial weights."""
     kind = type(config.decoder)
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if kind not in known:
         raise TypeError(
             f"decoder: expected one with a causal language model in transformers "
             f"{transformers_version}, got {kind.__name__}"
         )
-    return MODEL_FOR_CAUSAL_LM_MAPPING[kind](config.decoder)
+    return known[kind](config.decoder)
 
 
 def _taken(stack: Any, names: Sequence[str], instead: nn.Module) -> Any:
