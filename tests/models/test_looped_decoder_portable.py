@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from decoder_models import DECODERS, MORE, WIDTH, left_padded, tokens
+from decoder_models import DECODERS, MORE, WIDTH, decoder, left_padded, tokens
 from oracle import relative_error
 from test_looped_decoder import SETTINGS, greedy, looped
 from test_ouro_portable import BLOCKED, alone, assert_same_states
@@ -42,7 +42,12 @@ CASES += [
     for i, name in enumerate(DECODERS | MORE)
     if name not in MAIN
 ]
-IN_FP32 = ("olmoe", "deepseek_v3", "gpt_neo")  # transformers computes parts of them in no other
+IN_FP32 = (
+    "olmoe",
+    "deepseek_v3",
+    "gpt_neo",
+    "codegen",
+)  # transformers computes parts of them in no other
 
 _folders = []
 
@@ -261,6 +266,20 @@ def test_generation_settings_say_the_depth_as_of_the_native_model(stored, given,
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("way", [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 2}])
+def test_drafts_change_no_token(way):
+    _, other = pair("llama", 3, torch.float32)
+    ids, how = tokens(1, 7), {"turns": 6, "new": 10, "eos_token_id": 2}
+    assert torch.equal(greedy(other, ids, **how, **way), greedy(other, ids, **how))
+
+
+def test_an_assistant_thinks_as_deep_as_it_says():
+    _, other = pair("llama", 3, torch.float32)
+    ids, plain = tokens(1, 7), decoder("llama", torch.float32)
+    made = greedy(other, ids, turns=6, assistant_model=plain)
+    assert torch.equal(made, greedy(other, ids, turns=6))
+
+
 def test_turns_of_a_load_are_those_of_the_configuration():
     native, _ = pair(dtype=torch.float32)
     other = portable.LoopedDecoderForCausalLM.from_pretrained(folder(), turns=6, tol=0.0)
@@ -292,7 +311,8 @@ def test_the_loss_is_the_native_one(name):
     [
         ({"turns": 0}, ValueError, "turns: expected an integer of at least 1, got 0"),
         ({"turns": 2.5}, ValueError, "turns: expected an integer of at least 1, got 2.5"),
-        ({"tol": -1.0}, ValueError, "tol: expected 0 or more, got -1.0"),
+        ({"tol": -1.0}, ValueError, "tol: expected a number of 0 or more, got -1.0"),
+        ({"tol": True}, ValueError, "tol: expected a number of 0 or more, got True"),
         ({"tol_per": "word"}, ValueError, "tol_per: expected sequence or token, got 'word'"),
         ({"attention_mask": torch.ones(1, 3)}, ValueError, "attention_mask: expected .1, 4."),
         ({"output_attentions": True}, ValueError, "output_attentions: expected False"),

@@ -18,6 +18,7 @@ Shapes: B rows, S tokens, P tokens in the cache, D width, H heads, W width of a 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import sys
@@ -707,6 +708,23 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
         vars(prepared).update(said)  # some ways to generate come here twice
         return prepared, others | said
 
+    def _get_candidate_generator(  # type: ignore[override]
+        self, generation_config: Any, *args: Any, model_kwargs: Any, **kwargs: Any
+    ) -> Any:
+        """Let an assistant think as deep as it says itself, or this model at fewer turns draft."""
+        generation_config = copy.deepcopy(generation_config)
+        for name in _DEPTH:
+            vars(generation_config).pop(name, None)
+        draft = {name: value for name, value in model_kwargs.items() if name not in _DEPTH}
+        turns, generation_config.assistant_early_exit = generation_config.assistant_early_exit, None
+        if turns is not None:
+            kwargs["assistant_model"] = self
+            draft["turns"] = turns
+        mixin: Any = GenerationMixin
+        return mixin._get_candidate_generator(
+            self, generation_config, *args, model_kwargs=draft, **kwargs
+        )
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -856,8 +874,9 @@ def _depth(
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"turns: expected an integer of at least 1, got {limit!r}")
     tol = config.convergence_tol if tol is None else tol
-    if tol is not None and not tol >= 0:
-        raise ValueError(f"tol: expected 0 or more, got {tol}")
+    number = isinstance(tol, (int, float)) and not isinstance(tol, bool)
+    if tol is not None and not (number and tol >= 0):
+        raise ValueError(f"tol: expected a number of 0 or more, got {tol!r}")
     if tol_per not in ("sequence", "token"):
         raise ValueError(f"tol_per: expected sequence or token, got {tol_per!r}")
     return limit, tol
