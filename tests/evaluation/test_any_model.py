@@ -109,6 +109,23 @@ def test_samples_are_those_generated_by_hand(swept, said):
             assert {each["mean_turns"] for each in samples} == {turns}
 
 
+@pytest.mark.parametrize("name", ["standard", "ouro"])
+def test_generation_settings_of_a_checkpoint_change_no_answer(models, said, tmp_path, name):
+    folder = tmp_path / name
+    shutil.copytree(models[name], folder)
+    file = folder / "generation_config.json"
+    own = {"max_new_tokens": 2, "num_beams": 3, "repetition_penalty": 5.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", *p, 7) for p in PAIRS])
+    words = f"--tasks svamp --turns 2 --max-new-tokens {CAP} --batch-size 4 --device cpu"
+    where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["eval", str(folder), *words.split(), *where]) == 0
+    (found,) = (tmp_path / "out").glob("*/*/samples.jsonl")
+    samples = [json.loads(line) for line in found.read_text().splitlines()]
+    answers = said[name, None if name == "standard" else 2]
+    assert [(each["response"], each["tokens"]) for each in samples] == answers
+
+
 SLOTS = {
     "standard": lambda turns: 2 * 2 * 8,  # layers x heads of keys x width of a head
     "ouro": lambda turns: turns * 1 * 4 * 8,
