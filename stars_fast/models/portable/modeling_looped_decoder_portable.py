@@ -491,7 +491,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         attention_mask: Tensor | None,
         documents: Tensor | None,
     ) -> list[dict[str, Any]]:
-        """What each layer takes besides the state [B, S, D].
+        """The arguments of each layer besides the state [B, S, D].
 
         Raises:
             ValueError: a layer can't take the mask that it needs, or the attention implementation
