@@ -298,7 +298,8 @@ def test_other_weights_and_other_rows_are_refused(checkpoint, tmp_path, capsys):
 def test_many_cut_generations_are_warned_of(checkpoint, rows, tmp_path, capsys):
     words = words_for(checkpoint, rows, tmp_path)
     words[words.index(str(CAP))] = "2"
-    assert main([*words, "--limit", "4", "--turns", "1"]) == 0
+    words[words.index("--turns") + 1] = "1"
+    assert main([*words, "--limit", "4"]) == 0
     cut = results_of(tmp_path)["results"][0]["cut"]
     assert cut > 0.05
     said = capsys.readouterr().err
