@@ -12,7 +12,7 @@ import torch
 from stars_fast.base.checks import check_integer
 from stars_fast.base.errors import ConfigError
 from stars_fast.models.adapter_folder import write_adapter
-from stars_fast.models.families import section_of
+from stars_fast.models.families import families, section_of
 from stars_fast.models.merge import kept_share, merge
 from stars_fast.models.portable import add_code
 from stars_fast.models.saved import ModelSource, find_model, load_model, tokenizer_place
@@ -73,9 +73,10 @@ def export_run(
     source = find_model(run, step)
     code = source.family.code
     if portable and code is None:
+        known = " and ".join(each.title for each in families().values() if each.code is not None)
         raise ValueError(
             f"portable: expected none for a model of {source.family.title}, got it: there is code "
-            "that opens without this package for Ouro alone"
+            f"that opens without this package for {known} alone"
         )
     whole = {"turns": turns, "dtype": dtype, "portable": portable or None}
     base = None if adapter == "merge" else _base_of(source, whole)

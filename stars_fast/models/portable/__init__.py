@@ -25,12 +25,19 @@ def add_code(folder: Path, module: str, name: str) -> None:
 
     Args:
         module: one of this folder.
-        name: its classes are `{name}Config`, `{name}Model` and `{name}ForCausalLM`.
+        name: its classes are `{name}Config`, `{name}ForCausalLM` and, where the model is one
+            without its head too, `{name}Model`.
     """
-    (folder / f"{module}.py").write_bytes(_code(module))
+    code = _code(module)
+    (folder / f"{module}.py").write_bytes(code)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["auto_map"] = {auto: f"{module}.{kind.format(name)}" for auto, kind in _CLASSES.items()}
+    classes = {auto: kind.format(name) for auto, kind in _CLASSES.items()}
+    config["auto_map"] = {
+        auto: f"{module}.{kind}"
+        for auto, kind in classes.items()
+        if f"\nclass {kind}(".encode() in code
+    }
     text = json.dumps(config, indent=2, sort_keys=True)
     file.write_text(text + "\n", encoding="utf-8")
 
