@@ -351,7 +351,7 @@ def test_turns_of_a_load_are_those_of_the_configuration(name):
 # -- the loss, and mistakes
 
 
-def test_the_loss_is_the_native_one():
+def test_the_loss_and_its_gradient_are_the_native_ones():
     native, other = pair()
     ids, real = tokens(B, S), MASKS["right"]
     labels = ids.masked_fill(~real.bool(), -100)
@@ -359,6 +359,14 @@ def test_the_loss_is_the_native_one():
     for given in (labels, ids):
         mine, theirs = (each(ids, attention_mask=real, labels=given) for each in (native, other))
         torch.testing.assert_close(theirs.loss, mine.loss, **EXACT)
+        grads = [
+            dict(zip(names, torch.autograd.grad(loss, list(values)), strict=True))
+            for each, loss in ((native, mine.loss), (other, theirs.loss))
+            for names, values in (zip(*each.named_parameters(), strict=True),)
+        ]
+        assert grads[0].keys() == grads[1].keys()
+        for name, grad in grads[0].items():
+            torch.testing.assert_close(grads[1][name], grad, **EXACT)
 
 
 @pytest.mark.parametrize(

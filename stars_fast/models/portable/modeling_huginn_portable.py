@@ -738,10 +738,10 @@ def _turns(config: HuginnConfig, turns: int | None, num_steps: int | Tensor | No
     """How many turns a call executes at most."""
     if turns is not None and num_steps is not None:
         raise ValueError("num_steps: expected None when turns is given, got both")
-    if isinstance(num_steps, Tensor):
-        num_steps = num_steps.tolist()
-    given = num_steps if turns is None else turns
-    limit = config.mean_recurrence if given is None else given
+    limit: Any = num_steps if turns is None else turns
+    if isinstance(limit, Tensor):
+        limit = limit.tolist()
+    limit = config.mean_recurrence if limit is None else limit
     if not isinstance(limit, int) or limit < 1:
         raise ValueError(f"turns: expected an integer of at least 1, got {limit!r}")
     return limit
