@@ -254,6 +254,7 @@ class HuginnContext:
         cos, sin: [B or 1, 1, S, W].
         mask: [B or 1, 1, S, P + S] boolean, True to attend; None for the plain causal case. As it
             was given for kinds of attention of others.
+        documents: [B or 1, S], the number of each token's packed document; None where a row is one.
         cache: of earlier tokens, or None.
     """
 
@@ -261,6 +262,7 @@ class HuginnContext:
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
+    documents: Tensor | None
     cache: HuginnCache | None
 
 
@@ -423,6 +425,7 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _keys_to_ignore_on_load_unexpected = ["freqs_cis"]  # noqa: RUF012 (made of the configuration)
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+    accepts_loss_kwargs = True
     _supports_sdpa = True
     _supports_flash_attn = True
 
@@ -488,10 +491,11 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         tol_per: str = "sequence",
         cache: HuginnCache | None = None,
         output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> HuginnCausalLMOutput | tuple[Any, ...]:
-        """Logits, and the mean loss of the next token where labels are given.
+        """Logits, and the loss of the next token where labels are given.
 
         Args:
             input_ids: [B, S] integers; or inputs_embeds: [B, S, D], to be scaled by `embed_scale`.
@@ -510,6 +514,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
                 takes no further turn. 0 for no such stop.
             tol_per: "sequence", or "token": then a token that rests keeps its state while others of
                 its sequence go on.
+            num_items_in_batch: divides the summed loss, as a Trainer asks for that accumulates
+                gradients; the number of targets by default.
 
         Raises:
             TypeError, ValueError: an argument that is unknown or out of range, named.
@@ -577,10 +583,14 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
             kept = out[:, -logits_to_keep:]
         loss = None
         if labels is not None:
-            targets = F.pad(labels[:, 1:], (0, 1), value=-100)
-            targets = targets if real is None else targets.masked_fill(~real, -100)
+            targets = _next_tokens(labels, real, context.documents)
             wide = torch.promote_types(out.dtype, torch.float32)
-            loss = F.cross_entropy(self.lm_head(out).to(wide).flatten(0, 1), targets.flatten())
+            found = self.lm_head(out).to(wide).flatten(0, 1), targets.flatten()
+            if num_items_in_batch is None:
+                loss = F.cross_entropy(*found)
+            else:
+                count = torch.as_tensor(num_items_in_batch, device=out.device)
+                loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: held}
         output = HuginnCausalLMOutput(
             loss=loss,
@@ -659,7 +669,7 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         angles = position_ids.to(wide)[..., None] * self._frequencies_on[key]
         angles = torch.cat((angles, angles), -1)[:, None]
         cache = cache if documents is None else None  # it could not tell them apart later
-        return HuginnContext(position_ids, angles.cos(), angles.sin(), mask, cache)
+        return HuginnContext(position_ids, angles.cos(), angles.sin(), mask, documents, cache)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """As transformers', which would keep what a load says of the depth there too."""
@@ -807,6 +817,23 @@ def _rests(before: Tensor, after: Tensor, tol: float, real: Tensor | None) -> Te
     change = (after.to(wide) - before.to(wide)).norm(dim=-1)
     still = change <= tol * after.to(wide).norm(dim=-1)
     return still if real is None else still | ~real.to(still.device)
+
+
+def _next_tokens(labels: Tensor, real: Tensor | None, documents: Tensor | None) -> Tensor:
+    """[B, S]: of each position the token that follows it; -100 on pads and at the end of each
+    document.
+
+    Args:
+        real: [B, S] boolean, False on pads.
+        documents: [B or 1, S], the number of each token's packed document; None where a row is one.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=-100)
+    if real is not None:
+        targets = targets.masked_fill(~real.to(labels.device), -100)
+    if documents is not None:
+        ends = F.pad(documents.diff(dim=1) != 0, (0, 1), value=True)
+        targets = targets.masked_fill(ends.to(labels.device), -100)
+    return targets
 
 
 def _visible(
