@@ -131,6 +131,15 @@ def test_python_examples(page, tmp_path, monkeypatch):
 
             tiny = write_tiny_huginn(tmp_path / "whole")
             export_run(tiny, tmp_path / "huginn-stars", portable=True)
+        if "smollm2-stars" in code:
+            pytest.importorskip("transformers")
+            from stars_fast.models.export import export_run
+            from stars_fast.models.families.looped_decoder import FAMILY
+
+            model, tokenizer = FAMILY.start(FAMILY.section(path="tiny"), torch.float32, 0)
+            for part in (model, tokenizer):
+                part.save_pretrained(tmp_path / "looped")
+            export_run(tmp_path / "looped", tmp_path / "smollm2-stars", portable=True)
         compiled = compile(code, page, "exec")
         if "train_dataset" not in code:
             exec(compiled, names)

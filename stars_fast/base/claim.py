@@ -69,15 +69,16 @@ class Claim:
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
-        self._made = [path for path in (folder, *folder.parents) if not path.exists()]
         self.successor: str | None = None
         """Who has taken the folder meanwhile."""
         self._place = folder / FOLDER
         try:
+            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
             self._place.mkdir(parents=True, exist_ok=True)
             self._path, self._owner = self._take(say)
         except OSError as error:
-            raise ConfigError(f"{folder} can't be written to: {error.strerror}") from error
+            why = _broken_link(folder) or error.strerror
+            raise ConfigError(f"{folder} can't be written to: {why}") from error
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="claim", daemon=True)
         self._thread.start()
@@ -138,6 +139,15 @@ class Claim:
             with suppress(OSError):
                 if _read(self._path) == self._owner:
                     os.utime(self._path)
+
+
+def _broken_link(path: Path) -> str | None:
+    """Which link on the way to `path` leads nowhere, in words; None if none does."""
+    for each in (path, *path.parents):
+        with suppress(OSError):
+            if each.is_symlink() and not each.exists():
+                return f"{each} is a link to {os.readlink(each)}, which is not there"
+    return None
 
 
 def newest_claim(place: Path) -> tuple[int, Path | None]:

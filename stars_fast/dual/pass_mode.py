@@ -78,6 +78,8 @@ class Pass(TorchFunctionMode):
                     self._note(func, result, args)
                 return result
         elif func not in _PURE or kwargs:
+            if getattr(func, "__name__", "") == "__set__" and type(args[1]) is Dual:
+                return respond(func, types, args, {})  # torch asks the tensor that is set alone
             settle_all()
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor:
@@ -109,7 +111,7 @@ class Pass(TorchFunctionMode):
         if family is not None and any(ref() is not None for ref in family):
             family.append(weakref.ref(tensor))
         elif tensor._base is None and func not in _FOREIGN:
-            given = (x for x in args if isinstance(x, Tensor) and type(x) is not Dual)
+            given = (x.stack if type(x) is Dual else x for x in args if isinstance(x, Tensor))
             if not any(x is tensor or _address(x) == place for x in given):
                 self._made[place] = [weakref.ref(tensor)]
 

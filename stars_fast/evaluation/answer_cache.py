@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from stars_fast.base.optional import need
 
@@ -36,11 +37,21 @@ def identity_of(model: Any, tokenizer: Any, tol_per: str, given: Mapping[str, An
         given: arguments of lm-eval's model.
     """
     found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    for name, weight in model.state_dict().items():
+        for tensor in _parts(weight.detach()):
+            found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            found.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     settings = model.config.to_dict() | {"_name_or_path": None}
     arguments = {name: value for name, value in given.items() if name not in _PLACES}
     rest = [settings, model.generation_config.to_dict(), tokenizer.get_vocab(), tol_per, arguments]
     found.update(json.dumps(rest, sort_keys=True, default=repr).encode())
     return found.hexdigest()[:32]
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The ordinary tensors that a tensor is made of: a quantised one has several."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))

@@ -26,6 +26,10 @@ from stars_fast.data.chat import MESSAGE_END  # noqa: E402
 from stars_fast.evaluation.recording import Key, Recording, keys_of  # noqa: E402
 from stars_fast.evaluation.sampling import GumbelNoise  # noqa: E402
 
+_PLAIN = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Greedy or drawn from the model's own probabilities, whatever a checkpoint's generation settings
+say: as lm-eval's vLLM generates."""
+
 
 class StandardLM(Recording, HFLM):
     """lm-eval's `HFLM` for what is no looped model, generating as those do here.
@@ -91,12 +95,14 @@ class StandardLM(Recording, HFLM):
         ends = {self.tokenizer.decode([i]) for i in self.end_ids}
         strings = [string for string in stop if string and string not in ends]
         start = context.shape[1]
+        if self.journal is not None:
+            options = _PLAIN | options
         criteria = [StopStrings(self.tokenizer, strings, start)] if strings else []
         begun = time.perf_counter()
         with self._autocast():
             tokens = self._generate(
                 input_ids=context,
-                max_length=max_length,
+                max_new_tokens=max_length - start,  # before that of the generation settings
                 logits_processor=LogitsProcessorList(noise),
                 stopping_criteria=StoppingCriteriaList(criteria),
                 eos_token_id=self.end_ids,

@@ -25,15 +25,22 @@ def adapter_base(path: str | Path) -> str | None:
     without one, and for what is no folder.
 
     Raises:
-        ValueError: the adapter names no base model, or its configuration can't be read.
+        ValueError: the adapter names no base model, or one of a certain revision, or its
+            configuration can't be read.
     """
     file = Path(path).expanduser() / CONFIG
     if not file.exists():
         return None
-    base = read_json(file).get("base_model_name_or_path")
+    config = read_json(file)
+    base, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(base, str) or not base:
         raise ValueError(
             f"{file}: base_model_name_or_path: expected the model that it adapts, got {base!r}"
+        )
+    if revision not in (None, "main") and not Path(base).expanduser().is_dir():
+        raise ValueError(
+            f"{file}: revision: expected null or main, got {revision!r}; download that revision of "
+            f"{base} and write its folder as base_model_name_or_path"
         )
     return base
 
@@ -51,9 +58,14 @@ def load_adapter(path: str | Path, model: nn.Module) -> None:
     if not any((folder / name).exists() for name in (_WEIGHTS, _OLDER)):
         raise ValueError(f"{path}: expected {_WEIGHTS} beside {CONFIG}, got a folder without it")
     config = peft.PeftConfig.from_pretrained(str(path))
-    if config.peft_type != peft.PeftType.LORA or config.modules_to_save:
+    lora = config.peft_type == peft.PeftType.LORA
+    repeated = config.layer_replication if lora else None
+    if not lora or config.modules_to_save or repeated:
         kind = f"{config.peft_type.value}, modules_to_save {config.modules_to_save}"
-        raise ValueError(f"{path}: expected a LoRA adapter and no whole modules, got {kind}")
+        kind += f", layer_replication {repeated}" if repeated else ""
+        raise ValueError(
+            f"{path}: expected a LoRA adapter and no whole modules or more layers, got {kind}"
+        )
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER)
         weights = peft.load_peft_weights(str(path), device="cpu")

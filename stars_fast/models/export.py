@@ -57,7 +57,7 @@ def export_run(
     Raises:
         FileExistsError: `out` holds files.
         TypeError, ValueError: `turns`, `dtype` or `adapter` is of the wrong type or out of range,
-            or `portable` for a family without such code.
+            or `portable` for a model without such code.
         stars_fast.base.errors.ConfigError: there is no such run or checkpoint in it, or nothing to
             "keep" in it.
     """
@@ -73,14 +73,18 @@ def export_run(
     source = find_model(run, step)
     code = source.family.code
     if portable and code is None:
-        known = " and ".join(each.title for each in families().values() if each.code is not None)
         raise ValueError(
             f"portable: expected none for a model of {source.family.title}, got it: there is code "
-            f"that opens without this package for {known} alone"
+            f"that opens without this package for {_with_code()} alone"
         )
     whole = {"turns": turns, "dtype": dtype, "portable": portable or None}
     base = None if adapter == "merge" else _base_of(source, whole)
     model = load_model(source, torch.float32 if source.adapted else None)
+    if portable and (foreign := source.family.foreign_code(model)) is not None:
+        raise ValueError(
+            "portable: expected a model of transformers' own parts, whose code is there wherever "
+            f"the folder opens, got {foreign}"
+        )
     beside, tokenizer = source.beside, tokenizer_place(source)
     on_the_hub = source.step is None and not Path(tokenizer).is_dir()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -94,13 +98,18 @@ def export_run(
                 merge(model), writing, beside=beside, dtype=dtype, turns=turns, shard=max_shard_size
             )
         if portable and code is not None:
-            add_code(writing, code, source.family.title)
+            add_code(writing, code)
         if on_the_hub or (Path(tokenizer) / "tokenizer_config.json").exists():
             source.family.tokenizer(tokenizer).save_pretrained(writing)
         if out.exists():
             out.rmdir()
         writing.rename(out)
     return out
+
+
+def _with_code() -> str:
+    """The families with code that opens without this package, in words."""
+    return ", ".join(each.title for each in families().values() if each.code is not None)
 
 
 def _warn_of_rounding(model: Any, dtype: torch.dtype | None) -> None:

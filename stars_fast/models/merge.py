@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -31,7 +33,8 @@ def kept_share(model: nn.Module, dtype: torch.dtype) -> float:
 @torch.no_grad()
 def merge(model: nn.Module) -> nn.Module:
     """Add every adapter of `model` to its weight, in the weight's dtype, and take PEFT's modules
-    out, in place. Without adapters it is left as it is.
+    out, in place: with them the rows of tokens that were trained beside adapters
+    (`trainable_token_indices`). Without adapters it is left as it is.
 
     Returns:
         `model`.
@@ -41,8 +44,16 @@ def merge(model: nn.Module) -> nn.Module:
     """
     for name, layer in adapted_layers(model).items():
         layer.merge(safe_merge=True)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, layer.get_base_layer())
+        _replace(model, name, layer.get_base_layer())
+    wrapped = [name for name, each in model.named_modules() if hasattr(each, "token_adapter")]
+    for name in wrapped:
+        wrapper: Any = model.get_submodule(name)
+        _replace(model, name, wrapper.unload_and_optionally_merge_module(True, True, None))
     if hasattr(model, "peft_config"):
         del model.peft_config
     return model
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)

@@ -10,10 +10,10 @@ from stars_fast.dual.tensor import Dual
 
 def is_plain(module: nn.Module) -> bool:
     """Whether the weights of a module may be read without calling it: no hook stands before or
-    after it, its `forward` is its class's (accelerate puts another in place that fetches weights
-    from elsewhere), and they are plain tensors, not quantised or sharded ones."""
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
-    if hooked or "forward" in vars(module):
+    after it or its backward, its `forward` is its class's (accelerate puts another in place that
+    fetches weights from elsewhere), and they are plain tensors, not quantised or sharded ones."""
+    forward = module._forward_hooks or module._forward_pre_hooks
+    if forward or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module):
         return False
     # What a subclass of tensors made of others has to define: torchao's, DTensor, ...
     return not any(hasattr(weight, "__tensor_flatten__") for weight in module._parameters.values())

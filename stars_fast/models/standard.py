@@ -12,9 +12,11 @@ import torch
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.models.adapter_folder import adapter_base, load_adapter
+from stars_fast.models.cast import cast
 from stars_fast.models.families import checkpoint_config, families
-from stars_fast.models.folders import check_exists, check_folder, has_tokenizer, not_loaded
+from stars_fast.models.folders import check_exists, check_folder, has_tokenizer
 from stars_fast.models.loop_keys import norm_closes_turn
+from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.saved import identity_of, label_of
 
 _HEADS = ("forcausallm", "lmheadmodel", "withlmhead", "forconditionalgeneration")
@@ -49,14 +51,10 @@ class StandardModel:
         from transformers import AutoModelForCausalLM
 
         given: Any = "auto" if dtype is None else dtype
-        try:
+        with reading(self.checkpoint):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self.checkpoint, dtype=given, trust_remote_code=False, output_loading_info=True
             )
-        except OSError as error:
-            raise ConfigError(not_loaded(self.checkpoint, error)) from error
-        except ValueError as error:
-            raise ConfigError(f"{self.checkpoint}: {error}") from error
         model, info = loaded
         if missing := sorted(info["missing_keys"]):  # which transformers fills with random numbers
             raise ConfigError(
@@ -64,11 +62,9 @@ class StandardModel:
                 f"{', '.join(missing[:4])}"
             )
         if self.base is not None:
-            try:
+            with reading(self.path):
                 load_adapter(self.path, model)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        return model.to(device=device, dtype=dtype or model.dtype).eval()
+        return cast(model, dtype or model.dtype, device).eval()
 
     def tokenizer(self) -> Any:
         """Its tokenizer: beside an adapter if there is one, else beside the weights.
@@ -76,14 +72,12 @@ class StandardModel:
         Raises:
             ConfigError: it has none.
         """
-        from transformers import AutoTokenizer
-
         own = self.base is not None and has_tokenizer(self.path)
         place = self.path if own else self.checkpoint
         try:
-            return AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.path}: can't load its tokenizer: {error}") from error
+            return read_tokenizer(place)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
 
 def find_standard(path: str) -> StandardModel | None:

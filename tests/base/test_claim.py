@@ -81,6 +81,21 @@ def test_the_second_is_told_who_the_first_is(folder):
     assert claims(folder) == ["2.released"]
 
 
+@pytest.mark.parametrize("link", ["runs", "runs/one"])
+def test_a_link_to_a_folder_that_is_gone_is_named(tmp_path, folder, link):
+    """As scratch space is once it has been swept."""
+    (tmp_path / link).parent.mkdir(exist_ok=True)
+    (tmp_path / link).symlink_to(tmp_path / "scratch")
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path / link} is a link to {tmp_path / 'scratch'}, which is not"
+    ):
+        take(folder)
+    (tmp_path / "scratch").mkdir()
+    held, _ = take(folder)
+    held.withdraw()
+    assert not list((tmp_path / "scratch").iterdir())
+
+
 def test_of_processes_that_start_together_one_has_it(folder):
     folder.mkdir(parents=True)
     start = str(time.time() + 2)

@@ -395,6 +395,43 @@ def test_out_and_setters_and_numpy_are_refused():
         x.numpy()
 
 
+def setting(name):
+    def block(h):
+        made = torch.zeros(3, 4, dtype=h.dtype)
+        setattr(made, name, h)
+        return h * made
+
+    return block
+
+
+def through_data(h):
+    made = torch.zeros_like(h)
+    made.data.copy_(h)
+    return h * made
+
+
+def through_detached(h):
+    made = h.sin()
+    made.detach().copy_(h)
+    return h * made
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (setting("data"), "setting data"),
+        (setting("grad"), "setting grad"),
+        (lambda h: h * torch.from_dlpack(h), "__dlpack__"),
+        (through_data, "into a plain tensor"),
+        (through_detached, "into a plain tensor"),
+    ],
+    ids=["data", "grad", "dlpack", "through data", "through detached"],
+)
+def test_ways_around_the_rules_are_refused(block, message):
+    with pytest.raises(RuntimeError, match=message):
+        fused_jvp(block, state(3, 4), state(3, 4, seed=4))
+
+
 def test_dimensions_that_would_hit_the_pair_are_refused():
     x = pair(3, 4)
     for f in (

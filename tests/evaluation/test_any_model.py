@@ -2,14 +2,17 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from benchmark_data import row_of, write_rows
 from tiny_models import CAP, CLASSES, LENGTH, answer, write_models
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
 from stars_fast.evaluation.kv_memory import key_values
+from stars_fast.models.standard import find_standard
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
@@ -106,6 +109,23 @@ def test_samples_are_those_generated_by_hand(swept, said):
             assert {each["mean_turns"] for each in samples} == {turns}
 
 
+@pytest.mark.parametrize("name", ["standard", "ouro"])
+def test_generation_settings_of_a_checkpoint_change_no_answer(models, said, tmp_path, name):
+    folder = tmp_path / name
+    shutil.copytree(models[name], folder)
+    file = folder / "generation_config.json"
+    own = {"max_new_tokens": 2, "num_beams": 3, "repetition_penalty": 5.0}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", *p, 7) for p in PAIRS])
+    words = f"--tasks svamp --turns 2 --max-new-tokens {CAP} --batch-size 4 --device cpu"
+    where = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["eval", str(folder), *words.split(), *where]) == 0
+    (found,) = (tmp_path / "out").glob("*/*/samples.jsonl")
+    samples = [json.loads(line) for line in found.read_text().splitlines()]
+    answers = said[name, None if name == "standard" else 2]
+    assert [(each["response"], each["tokens"]) for each in samples] == answers
+
+
 SLOTS = {
     "standard": lambda turns: 2 * 2 * 8,  # layers x heads of keys x width of a head
     "ouro": lambda turns: turns * 1 * 4 * 8,
@@ -182,6 +202,37 @@ def test_the_loss_of_a_text_of_all_of_them(models, tmp_path):
             assert loss == pytest.approx(total / len(ids), rel=1e-5)
             assert written[name]["tokens"] == len(ids)
     assert (tmp_path / "text-loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_standard_model_in_16_bits_keeps_its_positions(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, dtype="bfloat16")).to(
+        torch.bfloat16
+    ).save_pretrained(tmp_path)
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    ids = torch.randint(64, (1, 600), generator=torch.Generator().manual_seed(1))
+    for dtype in (None, torch.bfloat16):
+        mine = find_standard(str(tmp_path)).load(dtype)
+        assert mine.dtype == torch.bfloat16
+        assert torch.equal(mine(ids).logits, theirs(ids).logits)
+
+
+def test_damaged_files_of_a_standard_model_are_named(models, tmp_path, capsys):
+    folder = tmp_path / "damaged"
+    shutil.copytree(models["standard"], folder)
+    (tmp_path / "a.txt").write_text(TEXT)
+    words = ["eval", str(folder), "--text", str(tmp_path / "a.txt"), "--device", "cpu"]
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(words) == 2
+    assert f"{weights}: the weights can't be read" in capsys.readouterr().err
+    (folder / "tokenizer.json").write_text(
+        "{}"
+    )  # over which the tokenizers library raises Exception
+    with pytest.raises(ConfigError, match="damaged: can't load its tokenizer"):
+        find_standard(str(folder)).tokenizer()
 
 
 def test_an_adapter_of_a_standard_model_is_one(models, tmp_path):

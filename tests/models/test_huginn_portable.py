@@ -1,18 +1,14 @@
 """The one file of modelling code beside an exported Huginn or recurrent decoder: the native model's
 numbers and tokens, in this process and in a fresh one in which stars_fast can't be imported."""
 
-import ast
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from huginn_models import checkpoint, model, tokens
 from oracle import relative_error
+from test_ouro_portable import BLOCKED, EXACT, MASKS, SINGLE, B, S, alone
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,9 +30,6 @@ from stars_fast.models.portable import holds_code
 from stars_fast.models.portable import modeling_huginn_portable as portable
 
 CODE = "modeling_huginn_portable"
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
-SINGLE = 1e-6  # of the whole, in the L2 norm
-B, S = 3, 9
 
 
 @cache
@@ -58,18 +51,6 @@ def pair(shape="huginn", dtype=torch.float64, **config):
         kind.from_pretrained(folder, dtype=dtype)
         for kind in (HuginnForCausalLM, portable.HuginnForCausalLM)
     )
-
-
-def rows_of(*rows):
-    return torch.tensor([[int(c) for c in row] for row in rows])
-
-
-MASKS = {
-    "none": None,
-    "left": rows_of("111111111", "000111111", "000000011"),
-    "right": rows_of("111111111", "111111000", "110000000"),
-    "holes": rows_of("111111111", "110011011", "011101110"),
-}
 
 
 def greedy(net, ids, new=8, **options):
@@ -456,14 +437,7 @@ def exported(request, tmp_path_factory):
 
 
 ALONE = """
-import json, sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "stars_fast":
-            raise ImportError(f"{name} is not here")
-
-sys.meta_path.insert(0, Blocked())
+import json
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -491,27 +465,13 @@ with torch.no_grad():
 """
 
 
-def alone(script, *words, cwd):
-    """What a script says in a fresh process, which finds no stars_fast, at last."""
-    hidden = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
-    run = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)],
-        cwd=cwd,
-        env=os.environ | hidden,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_the_folder_opens_where_this_package_is_not(exported, tmp_path):
     ids, real = tokens(B, S), MASKS["left"]
     saved = tmp_path / "saved"
     words = (exported, saved, json.dumps(ids.tolist()), json.dumps(real.tolist()))
-    said = alone(ALONE, *words, cwd=tmp_path)
+    said = alone(BLOCKED + ALONE, *words, cwd=tmp_path)
     native = HuginnForCausalLM.from_pretrained(exported)
     seen, logits = real.bool(), native(ids, attention_mask=real, turns=1).logits
     assert relative_error(torch.tensor(said["logits"])[seen], logits[seen]) <= SINGLE
@@ -567,13 +527,3 @@ def test_a_decoder_made_recurrent_here_opens_too(tmp_path):
     other = portable.HuginnForCausalLM.from_pretrained(folder)
     ids = tokens(2, 7)
     assert relative_error(other(ids).logits, decoder(ids).logits) <= SINGLE
-
-
-def test_the_code_imports_pytorch_and_transformers_alone():
-    names = set()
-    for node in ast.walk(ast.parse(Path(portable.__file__).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module.partition(".")[0])
-    assert names - sys.stdlib_module_names == {"torch", "transformers"}

@@ -14,7 +14,8 @@ from tolerances import BLOCK
 from stars_fast import Dual, explain, fused_jsrr
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.tree import build
-from stars_fast.models.adapter_folder import load_adapter, write_adapter
+from stars_fast.models.adapter_folder import adapter_base, load_adapter, write_adapter
+from stars_fast.models.export import export_run
 from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.families.ouro import OuroFamily, OuroLoop
 from stars_fast.models.looped import LoopedLM
@@ -22,6 +23,7 @@ from stars_fast.models.looped_block import looped_block
 from stars_fast.models.looped_config import LoopedConfig
 from stars_fast.models.lora import LoraConfig, adapt, adapted_layers, fingerprint, target_names
 from stars_fast.models.merge import kept_share, merge
+from stars_fast.models.ouro import OuroForCausalLM
 
 peft = pytest.importorskip("peft")
 
@@ -347,6 +349,39 @@ def test_what_peft_writes_is_read_and_merged(tmp_path, kind):
     model.double()
     assert relative_error(model(ids, turns=2).logits, expected) <= BLOCK
     assert relative_error(merge(model)(ids, turns=2).logits, expected) <= BLOCK
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_tokens_trained_beside_adapters_are_exported(tmp_path, tied):
+    base = checkpoint(tie_word_embeddings=tied)
+    config = peft.LoraConfig(
+        r=3, target_modules=["q_proj"], trainable_token_indices={"embed_tokens": [4, 9]}
+    )
+    theirs = peft.get_peft_model(OuroForCausalLM.from_pretrained(base), config)
+    for i, (name, p) in enumerate(theirs.named_parameters()):
+        if "lora_" in name or "trainable_tokens" in name:
+            p.data = randn(*p.shape, seed=i).to(p)
+    theirs.save_pretrained(tmp_path / "adapter")
+    export_run(tmp_path / "adapter", tmp_path / "whole")
+    made = OuroForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    ids = torch.tensor([[4, 7, 9, 4, 2]])
+    expected = theirs.eval()(input_ids=ids, turns=2).logits
+    assert relative_error(made(ids, turns=2).logits, expected) <= 1e-5
+
+
+def test_what_an_adapter_may_not_ask_for(tmp_path):
+    write_adapter(adapted(ouro()).model, tmp_path, "someone/base", True)
+    file = tmp_path / "adapter_config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"layer_replication": [[0, 2], [0, 2]]}))
+    with pytest.raises(ValueError, match=r"or more layers, got .*layer_replication ..0, 2"):
+        load_adapter(tmp_path, ouro().model)
+    file.write_text(json.dumps(written | {"revision": "v2"}))
+    with pytest.raises(ValueError, match="revision: expected null or main, got 'v2'"):
+        adapter_base(tmp_path)
+    file.write_text(json.dumps(written | {"revision": "main"}))
+    assert adapter_base(tmp_path) == "someone/base"
 
 
 def test_adapters_that_can_not_be_read(tmp_path):

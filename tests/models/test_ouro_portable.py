@@ -20,6 +20,8 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
+    Trainer,
+    TrainingArguments,
 )
 
 from stars_fast.cli import main
@@ -32,6 +34,7 @@ from stars_fast.models.portable import holds_code
 from stars_fast.models.portable import modeling_ouro_portable as portable
 
 CODE = "modeling_ouro_portable"
+CODES = sorted(Path(portable.__file__).parent.glob("modeling_*.py"))
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
 SINGLE = 1e-6  # of the whole, in the L2 norm
 B, S = 3, 9
@@ -282,9 +285,33 @@ def test_the_loss_is_the_native_one():
     ids, real = tokens(B, S), MASKS["right"]
     labels = ids.masked_fill(~real.bool(), -100)
     labels[0, 4] = -100
-    for given in (labels, ids):
-        mine, theirs = (each(ids, attention_mask=real, labels=given) for each in (native, other))
+    for given, count in ((labels, None), (ids, None), (labels, 7), (labels, torch.tensor(50))):
+        call = {"attention_mask": real, "labels": given, "num_items_in_batch": count}
+        mine, theirs = (each(ids, **call) for each in (native, other))
         torch.testing.assert_close(theirs.loss, mine.loss, **EXACT)
+
+
+def test_a_trainer_accumulates_its_gradients(tmp_path):
+    found = []
+    rows = [{"input_ids": row, "labels": row} for row in tokens(8, S)]
+    for part in (1, 4):
+        other = portable.OuroForCausalLM.from_pretrained(checkpoint())
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=8 // part,
+            gradient_accumulation_steps=part,
+            max_steps=1,
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        trainer = Trainer(other, args, train_dataset=rows)
+        trainer.train()
+        found.append(trainer.state.log_history[0])
+    for name in ("loss", "grad_norm"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -338,8 +365,8 @@ def exported(tmp_path_factory):
     return folder
 
 
-ALONE = """
-import json, sys
+BLOCKED = """
+import sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
@@ -347,6 +374,9 @@ class Blocked:
             raise ImportError(f"{name} is not here")
 
 sys.meta_path.insert(0, Blocked())
+"""
+ALONE = """
+import json
 import torch
 from transformers import (
     AutoConfig,
@@ -400,7 +430,7 @@ def alone(script, *words, cwd):
 def test_the_folder_opens_where_this_package_is_not(exported, tmp_path):
     ids, real = tokens(B, S), MASKS["left"]
     words = (exported, tmp_path / "saved", json.dumps(ids.tolist()), json.dumps(real.tolist()))
-    said = alone(ALONE, *words, cwd=tmp_path)
+    said = alone(BLOCKED + ALONE, *words, cwd=tmp_path)
     native = OuroForCausalLM.from_pretrained(exported, dtype=torch.float32)
     out = native(ids, attention_mask=real)
     seen = real.bool()
@@ -454,9 +484,10 @@ def test_other_families_have_no_such_code(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_code_imports_pytorch_and_transformers_alone():
+@pytest.mark.parametrize("code", CODES, ids=lambda code: code.stem)
+def test_the_code_imports_pytorch_and_transformers_alone(code):
     names = set()
-    for node in ast.walk(ast.parse(Path(portable.__file__).read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(code.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

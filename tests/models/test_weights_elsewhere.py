@@ -229,10 +229,12 @@ def test_plain_modules_are_told_from_others():
     plain = nn.Linear(3, 3)
     assert is_plain(plain)
     assert is_plain_linear(plain)
-    hooked, moved = copy.deepcopy(plain), copy.deepcopy(plain)
-    hooked.register_forward_pre_hook(lambda *call: None)
+    for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+        hooked = copy.deepcopy(plain)
+        getattr(hooked, f"register_{kind}_hook")(lambda *call: None)
+        assert not is_plain(hooked), kind
+    moved = copy.deepcopy(plain)
     moved.forward = lambda x: x
-    assert not is_plain(hooked)
     assert not is_plain(moved)
     assert not is_plain_linear(nn.RMSNorm(3))
     assert is_plain(nn.RMSNorm(3))

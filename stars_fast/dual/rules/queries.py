@@ -205,6 +205,7 @@ _refuse(
     "it counts in the memory of a tensor, and a pair has two; use indexing or view",
 )
 _refuse("numpy __array__", "NumPy would lose it; detach() first where a number is meant")
+_refuse("__dlpack__", "what reads it would lose it; detach() first where a number is meant")
 
 
 @rule("sgn", kind="primal")

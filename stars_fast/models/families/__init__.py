@@ -45,7 +45,7 @@ class Family(ABC):
         causal_lm: whether its models are causal language models of transformers with their turns
             in the configuration, as lm-eval and `generate` of transformers take them.
         code: the module of `models.portable` that opens its checkpoints without this package; None
-            where there is none. Its classes begin with `title`.
+            where there is none.
     """
 
     title: ClassVar[str]
@@ -145,6 +145,10 @@ class Family(ABC):
         Raises:
             OSError, ValueError: it can't be loaded, or holds other weights than the model.
         """
+
+    def foreign_code(self, model: Any) -> str | None:
+        """The code that a model needs besides `code` and transformers; None where it needs none."""
+        return None
 
     def tokenizer(self, path: str) -> Any:
         """The tokenizer, of transformers, of a folder or of the hub.

@@ -164,6 +164,7 @@ class LoopedDecoderFamily(Family):
     section = LoopedDecoderSection
     packs = True
     causal_lm = True
+    code = "modeling_looped_decoder_portable"
 
     def describe(self, section: LoopedDecoderSection) -> str:
         return f"Looped decoder ({section.path})"
@@ -259,6 +260,16 @@ class LoopedDecoderFamily(Family):
         adopt_depth(model, turns)
         cast(model, dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
+
+    def foreign_code(self, model: Any) -> str | None:
+        """A decoder that was made known to transformers by other code than its own."""
+        from stars_fast.models.looped_decoder.model import causal_class
+
+        config = model.config.decoder
+        for kind in (type(config), causal_class(config)):
+            if not kind.__module__.startswith("transformers."):
+                return f"{kind.__module__}.{kind.__name__}"
+        return None
 
     def generate(self, model: Any, tokens: Tensor, turns: int, max_new_tokens: int) -> Tensor:
         return model.generate(

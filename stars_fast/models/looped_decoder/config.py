@@ -60,6 +60,7 @@ class LoopedDecoderConfig(PretrainedConfig):
         use_cache: bool = True,
         **kwargs: Any,
     ) -> None:
+        kwargs.pop("auto_map", None)  # code beside a checkpoint, which is never run
         if decoder is None:  # transformers makes a configuration without arguments
             decoder = LlamaConfig()
         if isinstance(decoder, dict):

@@ -19,15 +19,16 @@ _CLASSES = {
 }
 
 
-def add_code(folder: Path, module: str, name: str) -> None:
+def add_code(folder: Path, module: str) -> None:
     """Write a model's code into the folder of a checkpoint, and `auto_map`, which leads
     transformers to it, into its config.json.
 
     Args:
-        module: one of this folder.
-        name: its classes are `{name}Config`, `{name}ForCausalLM` and, where the model is one
-            without its head too, `{name}Model`.
+        module: one of this folder, such as `modeling_two_words_portable`, whose classes are
+            `TwoWordsConfig`, `TwoWordsForCausalLM` and, where there is a model without its head,
+            `TwoWordsModel`.
     """
+    name = "".join(word.capitalize() for word in module.split("_")[1:-1])
     code = _code(module)
     (folder / f"{module}.py").write_bytes(code)
     file = folder / "config.json"

@@ -564,6 +564,7 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
     """Ouro with its head; `turns`, `exit_at_step`, `exit_threshold` and `tol` as `OuroModel`."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    accepts_loss_kwargs = True
 
     def __init__(self, config: OuroConfig) -> None:
         super().__init__(config)
@@ -587,14 +588,17 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
         tol: float | None = None,
         cache: OuroCache | None = None,
         output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> OuroCausalLMOutput | tuple[Any, ...]:
-        """Logits, and the mean loss of the next token where labels are given.
+        """Logits, and the loss of the next token where labels are given.
 
         Args:
             labels: [B, S] int64, the token ids themselves (they are shifted here), -100 where there
                 is no target.
             logits_to_keep: logits of the last so many positions, or of positions [n]; 0 for all.
+            num_items_in_batch: divides the summed loss, as a Trainer asks for that accumulates
+                gradients; the number of targets by default.
             turns, exit_at_step, exit_threshold, tol and the rest: as `OuroModel.forward`.
 
         Raises:
@@ -628,7 +632,12 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             if attention_mask is not None:
                 targets = targets.masked_fill(~attention_mask[:, -h.shape[1] :].bool(), -100)
             wide = torch.promote_types(h.dtype, torch.float32)
-            loss = F.cross_entropy(self.lm_head(h).to(wide).flatten(0, 1), targets.flatten())
+            found = self.lm_head(h).to(wide).flatten(0, 1), targets.flatten()
+            if num_items_in_batch is None:
+                loss = F.cross_entropy(*found)
+            else:
+                count = torch.as_tensor(num_items_in_batch, device=h.device)
+                loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         output = OuroCausalLMOutput(
             loss=loss,

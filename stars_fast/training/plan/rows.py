@@ -45,7 +45,7 @@ def rows_of(data: Any, document: int) -> Rows:
         return Rows([float(kind.longest(data))], None, 1.0, False)
     mean = float(min(document, kind.longest(data)))
     supervised = 1.0 if data.supervise == "all" else SUPERVISED
-    units = None if data.samples is None else max(data.samples - data.validation, 1)
+    units = data.samples  # what is held out comes on top
     if not kind.packs(data):
         return Rows([mean], units, supervised, False)
     row = FULL * (data.row_length or data.max_length)

@@ -30,18 +30,21 @@ def changed_settings(run: RunFolder, config: RunConfig, step: int, units: int) -
 
 def _schedule(config: RunConfig, step: int, before: int, now: int) -> list[str]:
     """A line on the learning rate, where it goes on otherwise than it would have."""
-    same = all(
-        learning_rate(config.optim, each, now)
-        == learning_rate(config.optim, min(each, before - 1), before)
-        for each in range(step, now)
-    )
-    if not step or same:
+
+    def differs(at: int) -> bool:  # as one reads it
+        new = learning_rate(config.optim, at, now)
+        old = learning_rate(config.optim, min(at, before - 1), before)
+        return abs(new - old) > 0.005 * max(new, old)
+
+    first = next((each for each in range(step, now) if differs(each)), None)
+    if not step or first is None:
         return []
-    rate = f"optim.lr goes on by the schedule of {now:,} steps, at {_rate(config, step, now)}"
-    if step >= before:
+    rate = f"optim.lr goes on by the schedule of {now:,} steps, at {_rate(config, first, now)}"
+    if first >= before:
         last = _rate(config, before - 1, before)
         return [f"warning: {rate}, after the schedule of {before:,} steps had come to {last}"]
-    return [f"warning: {rate} rather than {_rate(config, step, before)}, of {before:,} steps"]
+    rate += "" if first == step else f" in step {first + 1:,}"
+    return [f"warning: {rate} rather than {_rate(config, first, before)}, of {before:,} steps"]
 
 
 def _rate(config: RunConfig, step: int, steps: int) -> str:

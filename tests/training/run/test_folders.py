@@ -5,8 +5,10 @@ import shutil
 import pytest
 
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.cli import main
-from stars_fast.training.config import load_config
+from stars_fast.training.config import load_config, save_config
+from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.metrics import read_metrics
 
 SMALL = """
@@ -54,6 +56,19 @@ def test_a_resumed_run_says_what_has_changed(run, capsys):
     told = " ".join(capsys.readouterr())
     assert "train.steps was 4 and is None; train.epochs was None and is 2.0" in told
     assert steps(run) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_step_is_named_from_which_the_learning_rate_is_another(tmp_path):
+    """A wsd schedule of more steps is the same up to where the shorter one begins to fall."""
+    words = ["--schedule", "wsd", "--decay_steps", "2000", "--lr", "2e-3", "--steps"]
+    run = RunFolder(tmp_path)
+    save_config(load_config("addition-quick", [*words, "3200"]), run.config)
+    longer = load_config("addition-quick", [*words, "6400"])
+    lines = changed_settings(run, longer, 100, 1000)
+    assert lines[1].endswith("at 0.002 in step 1,210 rather than 0.00199, of 3,200 steps")
+    assert changed_settings(run, longer, 1300, 1000)[1].endswith(
+        "6,400 steps, at 0.002 rather than 0.0019, of 3,200 steps"
+    )
 
 
 def test_a_longer_schedule_says_what_it_does_to_the_learning_rate(tmp_path, monkeypatch, capsys):
