@@ -124,6 +124,13 @@ def test_python_examples(page, tmp_path, monkeypatch):
 
             tiny = write_tiny_ouro(tmp_path / "whole")
             export_run(tiny, tmp_path / "ouro-stars", portable=True)
+        if "huginn-stars" in code:
+            pytest.importorskip("transformers")
+            from stars_fast.models.export import export_run
+            from stars_fast.models.huginn.tiny import write_tiny_huginn
+
+            tiny = write_tiny_huginn(tmp_path / "whole")
+            export_run(tiny, tmp_path / "huginn-stars", portable=True)
         if "smollm2-stars" in code:
             pytest.importorskip("transformers")
             from stars_fast.models.export import export_run

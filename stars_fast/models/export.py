@@ -109,7 +109,7 @@ def export_run(
 
 def _with_code() -> str:
     """The families with code that opens without this package, in words."""
-    return " and ".join(each.title for each in families().values() if each.code is not None)
+    return ", ".join(each.title for each in families().values() if each.code is not None)
 
 
 def _warn_of_rounding(model: Any, dtype: torch.dtype | None) -> None:

@@ -291,6 +291,12 @@ def test_the_loss_is_the_native_one():
         torch.testing.assert_close(theirs.loss, mine.loss, **EXACT)
 
 
+def test_the_last_token_of_a_packed_document_foretells_nothing():
+    positions, ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]), tokens(B, S)
+    mine, theirs = (each(ids, position_ids=positions, labels=ids) for each in pair())
+    torch.testing.assert_close(theirs.loss, mine.loss, **EXACT)
+
+
 def test_a_trainer_accumulates_its_gradients(tmp_path):
     found = []
     rows = [{"input_ids": row, "labels": row} for row in tokens(8, S)]

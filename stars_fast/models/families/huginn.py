@@ -148,6 +148,7 @@ class HuginnFamily(Family):
     section = HuginnSection
     packs = True
     causal_lm = True
+    code = "modeling_huginn_portable"
 
     def describe(self, section: HuginnSection) -> str:
         return f"Huginn ({section.path})"

@@ -25,13 +25,20 @@ def add_code(folder: Path, module: str) -> None:
 
     Args:
         module: one of this folder, such as `modeling_two_words_portable`, whose classes are
-            `TwoWordsConfig`, `TwoWordsModel` and `TwoWordsForCausalLM`.
+            `TwoWordsConfig`, `TwoWordsForCausalLM` and, where there is a model without its head,
+            `TwoWordsModel`.
     """
     name = "".join(word.capitalize() for word in module.split("_")[1:-1])
-    (folder / f"{module}.py").write_bytes(_code(module))
+    code = _code(module)
+    (folder / f"{module}.py").write_bytes(code)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
-    config["auto_map"] = {auto: f"{module}.{kind.format(name)}" for auto, kind in _CLASSES.items()}
+    classes = {auto: kind.format(name) for auto, kind in _CLASSES.items()}
+    config["auto_map"] = {
+        auto: f"{module}.{kind}"
+        for auto, kind in classes.items()
+        if f"\nclass {kind}(".encode() in code
+    }
     text = json.dumps(config, indent=2, sort_keys=True)
     file.write_text(text + "\n", encoding="utf-8")
 

@@ -631,6 +631,9 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
             targets = F.pad(labels[:, 1:], (0, 1), value=-100)
             if attention_mask is not None:
                 targets = targets.masked_fill(~attention_mask[:, -h.shape[1] :].bool(), -100)
+            if attention_mask is None and position_ids is not None:  # ends of packed documents
+                ends = F.pad(position_ids.diff(dim=1) <= 0, (0, 1))
+                targets = targets.masked_fill(ends.to(targets.device), -100)
             wide = torch.promote_types(h.dtype, torch.float32)
             found = self.lm_head(h).to(wide).flatten(0, 1), targets.flatten()
             if num_items_in_batch is None:
