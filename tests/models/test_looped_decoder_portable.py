@@ -341,6 +341,14 @@ def test_settings_that_have_no_meaning_are_named(fields, message):
         portable.LoopedDecoderModel(config)
 
 
+def test_weights_that_are_missing_are_named():
+    kind = portable.LoopedDecoderForCausalLM
+    _, info = kind.from_pretrained(folder(), output_loading_info=True)
+    assert not info["missing_keys"]
+    with pytest.raises(ValueError, match=r"got none of 1, such as model\.norm_between\.weight"):
+        kind.from_pretrained(folder(), norm_between=True)
+
+
 def test_a_decoder_that_this_transformers_lacks_is_named():
     with pytest.raises(ValueError, match=r"decoder: expected a model_type that .* got 'llama9'"):
         portable.LoopedDecoderConfig({"model_type": "llama9", "num_hidden_layers": 3})

@@ -308,6 +308,26 @@ class LoopedDecoderPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = list(_CACHE_NAMES)  # noqa: RUF012
     _supports_sdpa = True
 
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', which would fill weights that are missing with random numbers. So they
+        are where its version calls the weights of a decoder otherwise than the one that wrote them.
+
+        Raises:
+            ValueError: weights are missing.
+        """
+        wants_info = kwargs.pop("output_loading_info", False)
+        path = pretrained_model_name_or_path
+        loaded: Any = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(
+                f"{path}: expected all weights by the names that transformers "
+                f"{transformers_version} has for them, got none of {len(missing)}, such as "
+                f"{missing[0]}"
+            )
+        return (model, info) if wants_info else model
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, LoopedDecoderAdapter):
