@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> int:
         parser.execute(args)
     except ConfigError:
         raise
-    except Exception as error:
+    except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
         if not _of_an_input(error):
             raise
         raise ConfigError(f"lm-eval: {' '.join(str(error).split())}") from error
@@ -45,8 +45,6 @@ def _of_an_input(error: Exception) -> bool:
     a mistake in the code of a model."""
     if isinstance(error, OSError):
         return error.errno is None or isinstance(error, ConnectionError)
-    if not isinstance(error, (AttributeError, KeyError, TypeError, ValueError)):
-        return False
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
     module = [name for name in modules if name != "torch"][-1]  # which is asked for a dtype by name

@@ -12,19 +12,19 @@ from stars_fast.base.optional import need
 
 need("lm_eval", "evaluations with lm-eval")  # before the imports below, which would not say how
 
-from lm_eval.models.huggingface import HFLM  # noqa: E402
-from torch import Tensor  # noqa: E402
-from transformers import (  # noqa: E402
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from transformers import (
     AutoModelForCausalLM,
     LogitsProcessorList,
     StoppingCriteria,
     StoppingCriteriaList,
 )
 
-from stars_fast.base.errors import ConfigError  # noqa: E402
-from stars_fast.data.chat import MESSAGE_END  # noqa: E402
-from stars_fast.evaluation.recording import Key, Recording, keys_of  # noqa: E402
-from stars_fast.evaluation.sampling import GumbelNoise  # noqa: E402
+from stars_fast.base.errors import ConfigError
+from stars_fast.data.chat import MESSAGE_END
+from stars_fast.evaluation.recording import Key, Recording, keys_of
+from stars_fast.evaluation.sampling import GumbelNoise
 
 _PLAIN = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 """Greedy or drawn from the model's own probabilities, whatever a checkpoint's generation settings

@@ -21,19 +21,19 @@ from stars_fast.base.optional import need
 
 need("lm_eval", "evaluations with lm-eval")  # before the imports below, which would not say how
 
-from lm_eval.api.registry import register_model  # noqa: E402
-from torch import Tensor  # noqa: E402
+from lm_eval.api.registry import register_model
+from torch import Tensor
 
-from stars_fast.base.errors import ConfigError  # noqa: E402
-from stars_fast.evaluation.answer_cache import identity_of, own_table  # noqa: E402
-from stars_fast.evaluation.hf_model import StandardLM  # noqa: E402
-from stars_fast.models.adaptive import Per  # noqa: E402
-from stars_fast.models.folders import check_exists, check_folder  # noqa: E402
-from stars_fast.models.huginn import HuginnForCausalLM  # noqa: E402
-from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM  # noqa: E402
-from stars_fast.models.ouro import OuroForCausalLM, count_turns  # noqa: E402
-from stars_fast.models.ouro.generation import adopt_depth  # noqa: E402
-from stars_fast.models.reading import reading  # noqa: E402
+from stars_fast.base.errors import ConfigError
+from stars_fast.evaluation.answer_cache import identity_of, own_table
+from stars_fast.evaluation.hf_model import StandardLM
+from stars_fast.models.adaptive import Per
+from stars_fast.models.folders import check_exists, check_folder
+from stars_fast.models.huginn import HuginnForCausalLM
+from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
+from stars_fast.models.ouro import OuroForCausalLM, count_turns
+from stars_fast.models.ouro.generation import adopt_depth
+from stars_fast.models.reading import reading
 
 CLASSES: dict[str, Any] = {
     "ouro": OuroForCausalLM,

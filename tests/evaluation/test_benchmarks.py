@@ -67,6 +67,7 @@ def test_the_metric_that_is_reported_tells_right_from_wrong(opened, name, number
     assert found[metric] == right
 
 
+@pytest.mark.slow
 def test_our_tasks_hold_more_than_lm_evals_default_of_256_tokens_and_hide_none_of_its_own():
     import lm_eval.tasks
     from lm_eval.tasks._yaml_loader import load_yaml

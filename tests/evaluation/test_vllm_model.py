@@ -166,6 +166,7 @@ def samples_of(tmp_path):
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_tokens_and_cuts_are_those_that_it_reports(vllm, words, checkpoint, tmp_path):
     """A generation with as many tokens as the cap is cut unless the last of them ends it."""
     tokenizer = get_tokenizer(checkpoint)

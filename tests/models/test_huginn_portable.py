@@ -8,12 +8,11 @@ import pytest
 import torch
 from huginn_models import checkpoint, model, tokens
 from oracle import relative_error
-from test_ouro_portable import BLOCKED, EXACT, MASKS, SINGLE, B, S, alone
+from portable_files import BLOCKED, EXACT, MASKS, SINGLE, B, S, alone, check_cache_keeps_its_turns
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -258,14 +257,7 @@ def test_a_cache_changes_nothing(shape, mask, call):
 
 
 def test_a_cache_keeps_its_number_of_turns():
-    _, other = pair()
-    held = other(tokens(1, 4), turns=3)[portable.CACHE]
-    with pytest.raises(ValueError, match="turns: this cache holds 4 tokens at 3 turns and can't"):
-        other(tokens(1, 1), turns=4, past_key_values=held)
-    held.reset()
-    assert other(tokens(1, 1), turns=4, past_key_values=held).logits.shape[1] == 1
-    with pytest.raises(TypeError, match="past_key_values: expected a HuginnCache"):
-        other(tokens(1, 1), past_key_values=DynamicCache())
+    check_cache_keeps_its_turns(pair()[1], portable, "HuginnCache")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import pytest
 import torch
 from decoder_models import DECODERS, MORE, WIDTH, decoder, left_padded, tokens
 from oracle import relative_error
+from portable_files import BLOCKED, alone, assert_same_states, check_cache_keeps_its_turns
 from test_looped_decoder import SETTINGS, greedy, looped
-from test_ouro_portable import BLOCKED, alone, assert_same_states
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    DynamicCache,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -204,14 +203,7 @@ def test_a_cache_changes_nothing(name, setting, mask):
 
 
 def test_a_cache_keeps_its_number_of_turns():
-    _, other = pair()
-    held = other(tokens(1, 4), turns=2)[portable.CACHE]
-    with pytest.raises(ValueError, match="turns: this cache holds 4 tokens at 2 turns and can't"):
-        other(tokens(1, 1), turns=4, past_key_values=held)
-    held.reset()
-    assert other(tokens(1, 1), turns=4, past_key_values=held).logits.shape[1] == 1
-    with pytest.raises(TypeError, match="past_key_values: expected a LoopedDecoderCache"):
-        other(tokens(1, 1), past_key_values=DynamicCache())
+    check_cache_keeps_its_turns(pair()[1], portable, "LoopedDecoderCache")
 
 
 # -- generation

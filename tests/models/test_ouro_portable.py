@@ -3,8 +3,6 @@ this process and in a fresh one in which stars_fast can't be imported."""
 
 import ast
 import json
-import os
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -13,12 +11,22 @@ import pytest
 import torch
 from oracle import relative_error
 from ouro_models import checkpoint, greedy, model, tokens
+from portable_files import (
+    BLOCKED,
+    EXACT,
+    MASKS,
+    SINGLE,
+    B,
+    S,
+    alone,
+    assert_same_states,
+    check_cache_keeps_its_turns,
+)
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     GenerationConfig,
     Trainer,
     TrainingArguments,
@@ -35,9 +43,6 @@ from stars_fast.models.portable import modeling_ouro_portable as portable
 
 CODE = "modeling_ouro_portable"
 CODES = sorted(Path(portable.__file__).parent.glob("modeling_*.py"))
-EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
-SINGLE = 1e-6  # of the whole, in the L2 norm
-B, S = 3, 9
 
 SETTINGS = {
     "published": {},
@@ -72,32 +77,6 @@ def pair(name="published", dtype=torch.float64):
     fields = SETTINGS[name]
     folder = checkpoint(**fields)
     return model(dtype, **fields), portable.OuroForCausalLM.from_pretrained(folder, dtype=dtype)
-
-
-def rows_of(*rows):
-    return torch.tensor([[int(c) for c in row] for row in rows])
-
-
-MASKS = {
-    "none": None,
-    "left": rows_of("111111111", "000111111", "000000011"),
-    "right": rows_of("111111111", "111111000", "110000000"),
-    "holes": rows_of("111111111", "110011011", "011101110"),
-}
-
-
-def assert_same_states(native, other, ids, real=None, exact=EXACT, **options):
-    """Of the real tokens."""
-    options["attention_mask"] = real
-    mine = native(ids, output_hidden_states=True, **options)
-    theirs = other(ids, output_hidden_states=True, **options)
-    seen = torch.ones_like(ids).bool() if real is None else real[:, -ids.shape[1] :].bool()
-    torch.testing.assert_close(theirs.logits[seen], mine.logits[seen], **exact)
-    assert len(theirs.hidden_states) == len(mine.hidden_states)
-    for a, b in zip(theirs.hidden_states, mine.hidden_states, strict=True):
-        torch.testing.assert_close(a[seen], b[seen], **exact)
-    assert torch.equal(theirs.turns, mine.turns)
-    return mine, theirs
 
 
 # -- one pass
@@ -214,14 +193,7 @@ def test_a_cache_changes_nothing(name, mask):
 
 
 def test_a_cache_keeps_its_number_of_turns():
-    _, other = pair()
-    held = other(tokens(1, 4), turns=3)[portable.CACHE]
-    with pytest.raises(ValueError, match="turns: this cache holds 4 tokens at 3 turns and can't"):
-        other(tokens(1, 1), turns=4, past_key_values=held)
-    held.reset()
-    assert other(tokens(1, 1), turns=4, past_key_values=held).logits.shape[1] == 1
-    with pytest.raises(TypeError, match="past_key_values: expected an OuroCache"):
-        other(tokens(1, 1), past_key_values=DynamicCache())
+    check_cache_keeps_its_turns(pair()[1], portable, "OuroCache")
 
 
 @pytest.mark.parametrize(
@@ -371,16 +343,6 @@ def exported(tmp_path_factory):
     return folder
 
 
-BLOCKED = """
-import sys
-
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "stars_fast":
-            raise ImportError(f"{name} is not here")
-
-sys.meta_path.insert(0, Blocked())
-"""
 ALONE = """
 import json
 import torch
@@ -415,20 +377,6 @@ with torch.no_grad():
         "ours": sorted(name for name in sys.modules if name.startswith("stars_fast")),
     }))
 """
-
-
-def alone(script, *words, cwd):
-    """What a script says in a fresh process, which finds no stars_fast, at last."""
-    hidden = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
-    run = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)],
-        cwd=cwd,
-        env=os.environ | hidden,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow

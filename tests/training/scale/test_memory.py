@@ -212,6 +212,7 @@ def test_layers_that_are_not_known():
 # -- what is measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("name", ["ouro", "looped"])
 def test_measured_bytes_are_those_of_many_turns(name, autocast):

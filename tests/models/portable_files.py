@@ -1,0 +1,78 @@
+"""What the tests of the portable modelling files share."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from ouro_models import tokens
+from transformers import DynamicCache
+
+EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
+SINGLE = 1e-6  # of the whole, in the L2 norm
+B, S = 3, 9
+
+
+def rows_of(*rows):
+    return torch.tensor([[int(c) for c in row] for row in rows])
+
+
+MASKS = {
+    "none": None,
+    "left": rows_of("111111111", "000111111", "000000011"),
+    "right": rows_of("111111111", "111111000", "110000000"),
+    "holes": rows_of("111111111", "110011011", "011101110"),
+}
+
+
+def assert_same_states(native, other, ids, real=None, exact=EXACT, **options):
+    """Of the real tokens."""
+    options["attention_mask"] = real
+    mine = native(ids, output_hidden_states=True, **options)
+    theirs = other(ids, output_hidden_states=True, **options)
+    seen = torch.ones_like(ids).bool() if real is None else real[:, -ids.shape[1] :].bool()
+    torch.testing.assert_close(theirs.logits[seen], mine.logits[seen], **exact)
+    assert len(theirs.hidden_states) == len(mine.hidden_states)
+    for a, b in zip(theirs.hidden_states, mine.hidden_states, strict=True):
+        torch.testing.assert_close(a[seen], b[seen], **exact)
+    assert torch.equal(theirs.turns, mine.turns)
+    return mine, theirs
+
+
+def check_cache_keeps_its_turns(net, code, cache):
+    """A cache of `net`, of the modelling code `code`, goes on with the turns it began with."""
+    held = net(tokens(1, 4), turns=2)[code.CACHE]
+    with pytest.raises(ValueError, match="turns: this cache holds 4 tokens at 2 turns and can't"):
+        net(tokens(1, 1), turns=4, past_key_values=held)
+    held.reset()
+    assert net(tokens(1, 1), turns=4, past_key_values=held).logits.shape[1] == 1
+    with pytest.raises(TypeError, match=f"past_key_values: expected an? {cache}"):
+        net(tokens(1, 1), past_key_values=DynamicCache())
+
+
+BLOCKED = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "stars_fast":
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def alone(script, *words, cwd):
+    """What a script says in a fresh process, which finds no stars_fast, at last."""
+    hidden = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
+    run = subprocess.run(
+        [sys.executable, "-c", script, *map(str, words)],
+        cwd=cwd,
+        env=os.environ | hidden,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
