@@ -346,6 +346,8 @@ def test_no_configuration_of_transformers_is_taken_for_a_loop():
             config = transformers.CONFIG_MAPPING[kind]()
         except Exception:  # it has no defaults, or wants another library
             continue
+        if not type(config).__module__.startswith("transformers."):  # another test registered it
+            continue
         seen += 1
         try:
             assert norm_closes_turn(config) == (kind == "ouro")
