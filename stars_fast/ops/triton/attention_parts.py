@@ -19,7 +19,7 @@ SPANS = tl.constexpr(2)
 
 
 class Backward(NamedTuple):
-    """What a backward takes.
+    """The inputs of a backward.
 
     Attributes:
         grad: [2, B, H, Sq, D] in q's dtype, the cotangents of O and O_dot.

@@ -1,4 +1,4 @@
-"""Which design of the attention's backward runs."""
+"""The choice of a design for the backward of the attention."""
 
 import pytest
 import torch
