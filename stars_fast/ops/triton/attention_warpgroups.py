@@ -53,7 +53,6 @@ from stars_fast.ops.triton.attention_parts import (
     Backward,
     spans_and_stride,
 )
-from stars_fast.ops.triton.tiles import architecture
 
 place = gluon.jit(attention_parts.place.fn)
 # Named anew in Triton 3.7.
@@ -153,11 +152,11 @@ def _value_side(
     GROUP: gl.constexpr,
     MODE: gl.constexpr,
 ):
-    lse, mu, spans, span_batch = rows_of
-    q_sum, v_grad = grads
+    tops, log_sums, mu, spans, span_batch = rows_of
+    q_dot_sum, v_grad = grads
     held, q_tiles, g_tiles, p_tiles, ds_tiles = tiles
     batch, head, row, first, steps = where
-    batches, heads, length, keys, scale = sizes
+    heads, length, keys, scale = sizes
     dtype: gl.constexpr = held.dtype
     WIDTH: gl.constexpr = held.shape[5]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK, 16])
@@ -169,7 +168,6 @@ def _value_side(
     no_sums = gl.zeros([BLOCK, WIDTH], gl.float32, SUMS)
     v_bar = gl.zeros([BLOCK, WIDTH], gl.float32, SUMS)
     v_dot_bar = gl.zeros([BLOCK, WIDTH], gl.float32, SUMS)
-    planes = batches.to(gl.int64) * heads * GROUP
     mbarrier.wait(barriers.index(HELD_READY), 0)
     n = 0
     for member in range(GROUP):
@@ -190,9 +188,10 @@ def _value_side(
             queries = start + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
             # Rows past the last are 0 in q, g, b and the sums: whatever P, they add 0.
             inside = queries < length
-            top = gl.load(lse + statistics + queries, inside, 0.0)
-            log_sum = gl.load(lse + planes * length + statistics + queries, inside, 0.0)
-            mu_row = gl.load(mu + statistics + queries, inside, 0.0)
+            at = statistics + zero + queries
+            top = gl.load(tops + at, inside, 0.0)
+            log_sum = gl.load(log_sums + at, inside, 0.0)
+            mu_row = gl.load(mu + at, inside, 0.0)
             if MODE == SPANS:
                 span = spans + batch.to(gl.int64) * span_batch + 2 * queries
                 lo = gl.load(span, inside, 0)
@@ -231,9 +230,9 @@ def _value_side(
             )
             v_bar, v_dot_bar, q_dot_bar = warpgroup_mma_wait(0, [v_bar, v_dot_bar, q_dot_bar])
             mbarrier.arrive(barriers.index(FREE + stage), count=1)
-            at = (planes + batch.to(gl.int64) * heads * GROUP) * length + query_head
+            at = batch.to(gl.int64) * heads * GROUP * length + query_head
             row_stride = heads * GROUP * D
-            _add(q_sum + at * D, q_dot_bar, start + rows, columns, row_stride, length, D, WIDTH)
+            _add(q_dot_sum + at * D, q_dot_bar, start + rows, columns, row_stride, length, D, WIDTH)
             n += 1
     # With the last DS_READY the key side has read v and v_dot for the last time.
     _store_pair(v_grad, v_bar, v_dot_bar, batch, head, row, held, 2)
@@ -253,7 +252,7 @@ def _key_side(
     q_sum, k_grad = grads
     held, q_tiles, g_tiles, p_tiles, ds_tiles = tiles
     batch, head, row, first, steps = where
-    batches, heads, length, _, scale = sizes
+    heads, length, _, scale = sizes
     dtype: gl.constexpr = held.dtype
     WIDTH: gl.constexpr = held.shape[5]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK, 16])
@@ -264,7 +263,6 @@ def _key_side(
     no_sums = gl.zeros([BLOCK, WIDTH], gl.float32, SUMS)
     k_bar = gl.zeros([BLOCK, WIDTH], gl.float32, SUMS)
     k_dot_bar = gl.zeros([BLOCK, WIDTH], gl.float32, SUMS)
-    planes = batches.to(gl.int64) * heads * GROUP
     mbarrier.wait(barriers.index(HELD_READY), 0)
     n = 0
     for member in range(GROUP):
@@ -284,8 +282,9 @@ def _key_side(
             b = _matrix(g_tiles, 2 * stage + 1)
             queries = start + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
             inside = queries < length
-            d = gl.load(sums + statistics + queries, inside, 0.0)
-            d_dot = gl.load(sums + planes * length + statistics + queries, inside, 0.0)
+            at = statistics + zero + queries
+            d = gl.load(sums[0] + at, inside, 0.0)
+            d_dot = gl.load(sums[1] + at, inside, 0.0)
 
             mbarrier.wait(barriers.index(READY + stage), (n // STAGES) & 1)
             e = warpgroup_mma(b, v.permute([1, 0]), no_scores, use_acc=False, is_async=True)
@@ -325,10 +324,13 @@ def _backward(
     k,
     v,
     grad,
-    lse,
+    tops,
+    log_sums,
     mu,
-    sums,
+    d,
+    d_dot,
     q_sum,
+    q_dot_sum,
     k_grad,
     v_grad,
     spans,
@@ -364,11 +366,11 @@ def _backward(
     steps = gl.cdiv(gl.maximum(last - first, 0), BLOCK)
 
     dtype: gl.constexpr = q.dtype
-    TILE: gl.constexpr = q.block_shape
+    WIDTH: gl.constexpr = q.block_shape[4]
     SQUARE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK, BLOCK], dtype)
-    held = gl.allocate_shared_memory(dtype, [4] + TILE, q.layout)
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES] + TILE, q.layout)
-    g_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES] + TILE, q.layout)
+    held = gl.allocate_shared_memory(dtype, [4, 1, 1, 1, BLOCK, WIDTH], q.layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, 1, BLOCK, WIDTH], q.layout)
+    g_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, 1, 1, 1, BLOCK, WIDTH], q.layout)
     p_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], SQUARE)
     ds_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK, BLOCK], SQUARE)
     barriers = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
@@ -377,16 +379,16 @@ def _backward(
     fence_async_shared()  # the copies see the barriers
 
     where = batch, head, row, first, steps
-    sizes = batches, heads, length, keys, scale
+    sizes = heads, length, keys, scale
     tiles = held, q_tiles, g_tiles, p_tiles, ds_tiles
-    rows_of = lse, mu, spans, span_batch
+    rows_of = tops, log_sums, mu, spans, span_batch
     gl.warp_specialize(
         [
             (
                 _value_side,
-                (rows_of, (q_sum, v_grad), tiles, barriers, where, sizes, D, GROUP, MODE),
+                (rows_of, (q_dot_sum, v_grad), tiles, barriers, where, sizes, D, GROUP, MODE),
             ),
-            (_key_side, (sums, (q_sum, k_grad), tiles, barriers, where, sizes, D, GROUP)),
+            (_key_side, ((d, d_dot), (q_sum, k_grad), tiles, barriers, where, sizes, D, GROUP)),
             (_copies, ((q, k, v, grad), (held, q_tiles, g_tiles), barriers, where, GROUP)),
         ],
         WORKER_WARPS,
@@ -394,27 +396,18 @@ def _backward(
     )
 
 
-def takes(q: Tensor) -> bool:
-    """Whether the kernel takes tensors like q [2, B, H, S, D]."""
-    width = q.shape[-1]
-    return (
-        architecture(q.device) == "sm_90"
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and width <= 128
-        and width % 8 == 0  # rows of whole 16 bytes
-    )
-
-
 def _tiles(x: Tensor) -> TensorDescriptor:
     """x [2, B, heads, S, D] for copies of BLOCK of its rows, padded with 0 to 64 or 128 columns.
     What the hardware can't step through is copied."""
-    steps = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-    if any(s == 0 for s in steps) or any(s % 8 for s in steps[:-1]) or x.data_ptr() % 16:
+    unit = 16 // x.element_size()
+    steps = [s for n, s in zip(x.shape[:4], x.stride(), strict=False) if n > 1]
+    if any(s == 0 or s % unit for s in steps) or x.data_ptr() % 16:
         x = x.contiguous()
     width = x.shape[-1]
     # The step of a dimension of one row is any number; the hardware wants whole 16 bytes.
     strides = [s if n > 1 else width for n, s in zip(x.shape[:4], x.stride(), strict=False)]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+    bits = 8 * x.element_size()
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=5)
     block = [1, 1, 1, BLOCK.value, 64 if width <= 64 else 128]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout)
 
@@ -425,16 +418,13 @@ def warpgroups(given: Backward, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) 
     _, batch, heads, length, width = q.shape
     kv_heads, keys = k.shape[2:4]
     q_sum = torch.zeros(q_grad.shape, dtype=torch.float32, device=q.device)
-    if given.spans is not None:
-        mode = SPANS
-    else:
-        mode = CAUSAL if given.causal else FULL
+    mode = SPANS if given.spans is not None else CAUSAL if given.causal else FULL
     _backward[(triton.cdiv(keys, BLOCK.value) * batch * kv_heads,)](
         *(_tiles(x) for x in (q, k, given.v, given.grad)),
-        given.lse,
+        *given.lse,
         given.mu,
-        given.sums,
-        q_sum,
+        *given.sums,
+        *q_sum,
         *(_tiles(x.transpose(2, 3)) for x in (k_grad, v_grad)),
         *spans_and_stride(given.spans),
         *spans_and_stride(given.key_spans),

@@ -1,4 +1,4 @@
-"""A kernel in Gluon run on the CPU: its own source, in which every name of Gluon stands for PyTorch.
+"""A kernel in Gluon run on the CPU: its own source, with PyTorch behind the names of Gluon.
 
 A program's partitions are threads of which one runs at a time; which goes on at a barrier is drawn
 from a seed. Copies by TMA end at any time after they were asked for, products of warp groups when
@@ -25,8 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-WIDTHS = {"pointer": 1}
 
 
 class Race(AssertionError):
@@ -197,13 +195,15 @@ class _Pointer:
         return offset, mask
 
 
-class Tiles:
+class _Tiles:
     """A tensor descriptor: x [a, b, c, rows, columns] in blocks [1, 1, 1, n, m]."""
 
     layout = None
 
-    def __init__(self, x: Tensor, block: list[int]) -> None:
-        self.x, self.block_shape, self.dtype = x, block, x.dtype
+    def __init__(self, descriptor: Any) -> None:
+        self.x = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
+        self.block_shape = list(descriptor.block_shape)
+        self.dtype = self.x.dtype
 
     def place(self, coordinates: list) -> tuple[Tensor, tuple[slice, slice]]:
         a, b, c, row, column = (int(i) for i in coordinates)
@@ -335,7 +335,7 @@ class _Machine:
 
     # Copies.
 
-    def copy_in(self, tiles: Tiles, place: list, barrier: tuple, to: _Shared) -> None:
+    def copy_in(self, tiles: _Tiles, place: list, barrier: tuple, to: _Shared) -> None:
         by = self.current
         self.copied += 1
         agent = f"copy {self.copied}"
@@ -353,7 +353,7 @@ class _Machine:
         self.copies.append(run)
         self.pause()
 
-    def copy_out(self, tiles: Tiles, place: list, source: _Shared) -> None:
+    def copy_out(self, tiles: _Tiles, place: list, source: _Shared) -> None:
         source.cells.begin_read(self.current, True)
         self.current.stores.append((source.cells, source.data, tiles.place(place)))
         self.pause()
@@ -394,7 +394,8 @@ class _Machine:
 
     def atomic_add(self, pointer: _Pointer, value: Tensor, mask: Any, sem: str) -> None:
         offset, mask = pointer.places(mask)
-        pointer.data.index_put_((offset[mask],), value[mask], accumulate=True)
+        added = value[mask].to(pointer.data.dtype)
+        pointer.data.index_put_((offset[mask],), added, accumulate=True)
         self.pause()
 
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Any:
@@ -484,41 +485,46 @@ def _translated(kernel: Any, machine: _Machine) -> Callable[..., None]:
     return function_of(kernel)
 
 
-def emulate(
-    kernel: Any,
-    programs: int,
-    arguments: Iterable[object],
-    constants: dict[str, object],
-    wide: torch.dtype,
-    seed: int = 0,
-    broken: object = None,
-) -> list[int]:
-    """Run a kernel.
+class Emulated:
+    """What takes the place of a kernel: launched in the same way, it runs in the emulator.
 
-    Args:
-        kernel: a function that `gluon.jit` was applied to.
-        programs: of its grid.
-        arguments: `Tiles` for descriptors, contiguous tensors for pointers, numbers, None.
-        constants: its compile-time arguments.
-        wide: the dtype that the kernel's fp32 is.
-        seed: of the order in which partitions and copies go on.
-        broken: what to leave out: "fence", or the waits at the barrier of that number.
-
-    Returns:
-        How many products each program computed.
-
-    Raises:
-        Race, Stuck, AssertionError: what the kernel does wrong.
+    Attributes:
+        products: how many each program of the last launch computed.
     """
 
-    def argument(x: object) -> object:
-        if isinstance(x, Tensor):
-            return _Pointer(x.view(-1))
-        return torch.tensor(x, dtype=torch.int32) if isinstance(x, int) else x
+    def __init__(
+        self, kernel: Any, wide: torch.dtype, seed: int = 0, broken: object = None
+    ) -> None:
+        """
+        Args:
+            kernel: a function that `gluon.jit` was applied to.
+            wide: the dtype in which it computes what it computes in fp32.
+            seed: of the order in which partitions and copies go on.
+            broken: what to leave out: "fence", or the waits at the barrier of that number.
+        """
+        self.kernel, self.wide, self.seed, self.broken = kernel, wide, seed, broken
+        self.products: list[int] = []
 
-    found = []
-    for program in range(programs):
-        machine = _Machine(program, wide, seed * programs + program, broken)
-        _translated(kernel, machine)(*map(argument, arguments), **constants)
-        found.append(machine.products)
-    return found
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        """
+        Raises:
+            Race, Stuck, AssertionError: what the kernel does wrong, by the call that is returned.
+        """
+
+        def run(*arguments: object, **options: object) -> None:
+            constants = {name: x for name, x in options.items() if name in self.kernel.arg_names}
+            self.products = []
+            for program in range(grid[0]):
+                machine = _Machine(program, self.wide, self.seed * grid[0] + program, self.broken)
+                _translated(self.kernel, machine)(*map(_argument, arguments), **constants)
+                self.products.append(machine.products)
+
+        return run
+
+
+def _argument(x: Any) -> object:
+    if isinstance(x, Tensor):
+        return _Pointer(x.view(-1))
+    if isinstance(x, int):
+        return torch.tensor(x, dtype=torch.int32)
+    return _Tiles(x) if hasattr(x, "block_shape") else x

@@ -13,14 +13,14 @@ from test_attention_triton import (
     results,
     window,
 )
+from tolerances import ATTENTION
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
-from gluon_emulator import Race, Stuck, Tiles, emulate
+from gluon_emulator import Emulated, Race, Stuck
 
 from stars_fast.ops.triton import attention_warpgroups as kernels
-
-BLOCK = kernels.BLOCK.value
+from stars_fast.ops.triton.attention_parts import Backward
 
 
 def statistics(q, k, mask, scale):
@@ -37,88 +37,54 @@ def statistics(q, k, mask, scale):
     return torch.stack((top, total.log2())), mu
 
 
-def backward(bar, q, k, v, out, spans, causal, seed=0, broken=None):
-    """The gradients of q, k and v, and the products of each program."""
-    _, batch, heads, length, width = q.shape
-    kv_heads, keys = k.shape[2:4]
-    wide = torch.float32 if q.dtype.itemsize == 2 else q.dtype
-    scale = width**-0.5
-    if spans is not None:
-        mode, mask = kernels.SPANS, mask_of(spans, keys)
-    else:
-        mode = kernels.CAUSAL if causal else kernels.FULL
-        mask = torch.ones(length, keys, dtype=torch.bool)
-        mask = (mask.tril() if causal else mask)[None, None]
-    lse, mu = (x.to(wide) for x in statistics(q, k, mask, scale))
-    (g, b), (o, o_dot) = bar.double(), out.double()
-    sums = torch.stack(((b * o).sum(-1), (g * o + b * o_dot).sum(-1))).to(wide)
-    q_sum = torch.zeros(2, batch, length, heads, width, dtype=wide)
-    grads = [torch.full((2, batch, keys, kv_heads, width), float("nan")) for _ in range(2)]
-    k_grad, v_grad = (x.to(q.dtype) for x in grads)
-    block = [1, 1, 1, BLOCK, 64 if width <= 64 else 128]
-    descriptors = [Tiles(x, block) for x in (q, k, v, bar)]
-    results = [Tiles(x.transpose(2, 3), block) for x in (k_grad, v_grad)]
-    of_spans = [None, 0, None, 0]
-    if spans is not None:
-        key_spans = key_spans_of(spans, keys)
-        steps = [2 * x.shape[1] if x.shape[0] > 1 else 0 for x in (spans, key_spans)]
-        of_spans = [spans.contiguous(), steps[0], key_spans.contiguous(), steps[1]]
-    products = emulate(
-        kernels._backward,
-        -(-keys // BLOCK) * batch * kv_heads,
-        [*descriptors, lse.contiguous(), mu.contiguous(), sums, q_sum, *results, *of_spans]
-        + [batch, kv_heads, length, keys, scale],
-        {"D": width, "GROUP": heads // kv_heads, "MODE": mode.value, "num_warps": 4},
-        wide,
-        seed,
-        broken,
-    )
-    q_grad = (q_sum * scale).to(q.dtype)
-    return [x.transpose(2, 3) for x in (q_grad, k_grad, v_grad)], products
-
-
-def both(shape, spans=None, causal=False, dtype=torch.float64, **how):
-    """For each of the cotangents: the kernel's gradients, the reference's; and the products."""
+def both(shape, spans=None, causal=False, dtype=torch.float32, seed=0, broken=None):
+    """For each of the cotangents: the kernel's gradients, the reference's; and the kernel."""
     q, k, v = inputs(*shape, dtype)
-    mask = None if spans is None else mask_of(spans, k.shape[3])
+    keys, scale = k.shape[3], q.shape[-1] ** -0.5
+    key_spans = None
+    mask = torch.ones(q.shape[3], keys, dtype=torch.bool)[None, None]
+    if causal:
+        mask = mask.tril()
+    if spans is not None:
+        mask, key_spans = mask_of(spans, keys), key_spans_of(spans, keys)
     bars = cotangents(q.shape, 9, dtype, "cpu")
-    pair, expected = expected_results(q, k, v, mask, causal, q.shape[-1] ** -0.5, bars)
+    pair, expected = expected_results(q, k, v, mask, False, scale, bars)
+    lse, mu = statistics(q, k, mask, scale)
+    (o, o_dot), wide = pair, torch.float32 if dtype.itemsize == 2 else torch.float64
+    kernel = Emulated(kernels._backward, wide, seed, broken)
     for bar, theirs in zip(bars, expected, strict=True):
-        mine, products = backward(bar, q, k, v, pair.to(dtype), spans, causal, **how)
-        yield mine, theirs, products
+        g, b = bar.double()
+        sums = torch.stack(((b * o).sum(-1), (g * o + b * o_dot).sum(-1)))
+        rows = (x.float().contiguous() for x in (lse, mu, sums))
+        given = Backward(bar, q, k, v, *rows, spans, key_spans, causal, scale)
+        mine = [torch.full_like(x, torch.nan).transpose(2, 3).contiguous() for x in (q, k, v)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "_backward", kernel)
+            kernels.warpgroups(given, *mine)
+        yield [x.transpose(2, 3) for x in mine], theirs, kernel
 
 
 CASES = {
-    # (batch, heads, kv heads, queries, keys, width), causal, spans
-    "full-S1": ((1, 1, 1, 1, 1, 16), False, None),
-    "full-Sq70-Sk130": ((1, 1, 1, 70, 130, 72), False, None),
-    "causal-S150-H4/2": ((1, 4, 2, 150, 150, 24), True, None),
-    "causal-B2-S64": ((2, 1, 1, 64, 64, 64), True, None),
-    "causal-Sq130-Sk70": ((1, 1, 1, 130, 70, 16), True, None),
-    "documents-H2/1": ((1, 2, 1, 150, 150, 16), False, packed(1, 63, -40, 3, 43)),
-    "nothing-seen": ((1, 1, 1, 70, 70, 16), False, packed(-70)),
-    "window-B2": ((2, 1, 1, 140, 140, 16), False, window(140, 9)),
+    # (batch, heads, kv heads, queries, keys, width), causal, spans, tiles of each program
+    "full-S1": ((1, 1, 1, 1, 1, 16), False, None, [1]),
+    "full-Sq70-Sk130": ((1, 1, 1, 70, 130, 72), False, None, [2, 2, 2]),
+    "causal-S150-H4/2": ((1, 4, 2, 150, 150, 24), True, None, [6, 6, 4, 4, 2, 2]),
+    "causal-B2-S64": ((2, 1, 1, 64, 64, 64), True, None, [1, 1]),
+    "causal-Sq130-Sk70": ((1, 1, 1, 130, 70, 16), True, None, [3, 2]),
+    "documents-H2/1": ((1, 2, 1, 150, 150, 16), False, packed(1, 63, -40, 3, 43), [2, 2, 2]),
+    "nothing-seen": ((1, 1, 1, 70, 70, 16), False, packed(-70), [0, 0]),
+    "window-B2": ((2, 1, 1, 140, 140, 16), False, window(140, 9), [2, 2, 2, 2, 1, 1]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_the_reference_s(case):
-    shape, causal, spans = CASES[case]
-    for mine, theirs, _ in both(shape, spans, causal):
+def test_gradients_are_the_reference_s_by_15_products_a_tile(case):
+    shape, causal, spans, tiles = CASES[case]
+    for mine, theirs, kernel in both(shape, spans, causal):
+        assert kernel.products == [15 * n for n in tiles]
         for x, y in zip(mine, theirs, strict=True):
             for half in range(2):
-                # fp64 throughout, sums of at most 150 terms of order 1.
-                assert error(x[half], y[half]) <= 1e-13
-
-
-def test_15_products_a_tile_and_none_where_nothing_is_seen():
-    shape, causal, _ = CASES["causal-S150-H4/2"]
-    *_, (_, _, products) = both(shape, None, causal)
-    # Of two heads a program: 3, 2 and 1 blocks of queries.
-    assert products == [15 * 2 * n for n in (3, 3, 2, 2, 1, 1)]
-    shape, causal, spans = CASES["nothing-seen"]
-    *_, (_, _, products) = both(shape, spans, causal)
-    assert products == [0, 0]
+                assert error(x[half], y[half]) <= ATTENTION[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -130,23 +96,37 @@ def test_16_bits_err_as_pytorch_does(dtype):
     for (mine, theirs, _), plain in zip(both(shape, None, True, dtype), eager, strict=True):
         for x, y, z in zip(mine, theirs, plain, strict=True):
             for half in range(2):
-                assert error(x[half], y[half]) <= 2 * max(error(z[half], y[half]), 1e-4)
+                # Halves that vanish for one of the cotangents are 0 in both.
+                assert error(x[half], y[half]) <= 2 * error(z[half], y[half])
+
+
+def test_a_projection_split_into_heads_is_not_copied_and_what_hardware_refuses_is():
+    fused = torch.zeros(2, 3, 5, 4, 16, dtype=torch.bfloat16).transpose(2, 3)
+    q, k = fused.split([3, 1], 2)
+    for x in (q, k):
+        tiles = kernels._tiles(x)
+        assert tiles.base.data_ptr() == x.data_ptr()
+        assert all(step > 0 for step in tiles.strides)
+    odd = torch.zeros(2, 3, 4, 5, 20, dtype=torch.bfloat16)[..., 4:]  # rows of 40 bytes
+    shared = torch.zeros(2, 3, 1, 5, 16, dtype=torch.bfloat16).expand(2, 3, 4, 5, 16)
+    for x in (odd, shared):
+        assert kernels._tiles(x).strides == [960, 320, 80, 16, 1]
 
 
 def test_any_order_of_the_partitions_gives_the_same():
-    shape, causal, spans = CASES["documents-H2/1"]
+    shape, causal, spans, _ = CASES["documents-H2/1"]
     for seed in range(1, 4):
         mine, theirs, _ = next(both(shape, spans, causal, seed=seed))
         for x, y in zip(mine, theirs, strict=True):
-            assert error(x, y) <= 1e-13
+            assert error(x, y) <= ATTENTION[torch.float32]
 
 
 @pytest.mark.parametrize(
     "left_out",
-    ["fence", "HELD_READY", "P_READY", "DS_READY", "Q_READY", "G_READY", "Q_FREE", "G_FREE"],
+    ["fence", "HELD_READY", "READY", "FREE", "P_READY", "DS_READY"],
 )
 def test_every_barrier_and_fence_is_needed(left_out):
-    shape, causal, _ = CASES["causal-S150-H4/2"]
+    shape, causal, *_ = CASES["causal-S150-H4/2"]
     broken = left_out if left_out == "fence" else getattr(kernels, left_out).value
     with pytest.raises((Race, Stuck)):
         next(both(shape, None, causal, broken=broken))
