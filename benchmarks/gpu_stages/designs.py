@@ -78,7 +78,7 @@ def check_and_time(
 
 
 def backward_arguments(shape: Shape, device: str, width: int) -> tuple[Any, ...]:
-    """What `backward_by` takes after the name, from the forward in bf16; in fp16 in Triton's
+    """The arguments of `backward_by` after the name, from the forward in bf16; in fp16 in Triton's
     interpreter, which multiplies the bits of bf16."""
     from stars_fast.ops.triton.attention import attention
 

@@ -216,7 +216,7 @@ class _Tiles:
 
 
 class _Machine:
-    """What runs one program of a kernel.
+    """The state of one program that runs.
 
     Attributes:
         wide: the dtype that `gl.float32` is.
@@ -405,7 +405,7 @@ class _Machine:
         return _Shared(self, data, [_Cell() for _ in range(shape[0])])
 
     def names(self) -> tuple[dict[str, object], dict[str, object]]:
-        """What stands for the modules of Gluon, and for its functions that kernels import."""
+        """Stand-ins for the modules of Gluon, and for its functions that kernels import."""
 
         class NVMMASharedLayout:
             get_default_for = staticmethod(lambda *arguments: None)
@@ -486,7 +486,7 @@ def _translated(kernel: Any, machine: _Machine) -> Callable[..., None]:
 
 
 class Emulated:
-    """What takes the place of a kernel: launched in the same way, it runs in the emulator.
+    """A stand-in for a kernel: launched in the same way, it runs in the emulator.
 
     Attributes:
         products: how many each program of the last launch computed.

@@ -24,7 +24,7 @@ from stars_fast.ops.triton.attention_parts import Backward
 
 
 def statistics(q, k, mask, scale):
-    """What the forward hands over: the largest product of a row, log2 of the sum of exp of the
+    """The results of the forward for the backward: the largest product of a row, log2 of the sum of exp of the
     logits over that, the mean of S_dot before the scale; and S, S_dot without the scale."""
     groups = q.shape[2] // k.shape[2]
     (q, q_dot), (k, k_dot) = q.double(), k.double().repeat_interleave(groups, 2)
