@@ -16,21 +16,26 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: there is no such recipe, or it can't be used.
     """
-    parser = Parser(
-        "stars-fast recipes",
-        description="List the recipes of the package; or show one, with what it takes over from "
-        "those it builds on, as YAML that is itself a recipe.",
-    )
-    parser.add_argument(
-        "recipe", nargs="?", metavar="RECIPE", help="a recipe, a YAML file, or a run folder"
-    )
-    parser.add_argument("--all", action="store_true", help="every field, defaults included")
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     if options.recipe is None:
         print(_listing())
     else:
         print(resolved(options.recipe, options.all))
     return 0
+
+
+def parser() -> Parser:
+    """The options."""
+    found = Parser(
+        "stars-fast recipes",
+        description="List the recipes of the package; or show one, with what it takes over from "
+        "those it builds on, as YAML that is itself a recipe.",
+    )
+    found.add_argument(
+        "recipe", nargs="?", metavar="RECIPE", help="a recipe, a YAML file, or a run folder"
+    )
+    found.add_argument("--all", action="store_true", help="every field, defaults included")
+    return found
 
 
 def _listing() -> str:

@@ -42,26 +42,31 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: there are no runs, or a file can't be read or written.
     """
-    parser = Parser(
-        "stars-fast runs",
-        description="List runs: how far they are, the settings in which they differ, the loss of "
-        "the last line of metrics, and results by number of turns.",
-    )
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        default=["runs"],
-        metavar="DIR",
-        help="run folders, or folders of them (default: runs)",
-    )
-    parser.add_argument("--figure", metavar="FILE", help="draw their training curves as PNG")
-    options = parser.parse_args(words)
+    options = parser().parse_args(words)
     runs = [read_run(folder, name) for name, folder in find_runs(options.paths)]
     print(table(runs))
     if options.figure:
         _draw(runs, Path(options.figure))
         print(f"written: {options.figure}")
     return 0
+
+
+def parser() -> Parser:
+    """The options."""
+    found = Parser(
+        "stars-fast runs",
+        description="List runs: how far they are, the settings in which they differ, the loss of "
+        "the last line of metrics, and results by number of turns.",
+    )
+    found.add_argument(
+        "paths",
+        nargs="*",
+        default=["runs"],
+        metavar="DIR",
+        help="run folders, or folders of them (default: runs)",
+    )
+    found.add_argument("--figure", metavar="FILE", help="draw their training curves as PNG")
+    return found
 
 
 def find_runs(paths: Sequence[str]) -> list[tuple[str, RunFolder]]:
