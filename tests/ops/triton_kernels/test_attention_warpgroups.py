@@ -24,8 +24,8 @@ from stars_fast.ops.triton.attention_parts import Backward
 
 
 def statistics(q, k, mask, scale):
-    """The results of the forward for the backward: the largest product of a row, log2 of the sum of exp of the
-    logits over that, the mean of S_dot before the scale; and S, S_dot without the scale."""
+    """The rows that the forward hands over: the largest product of a row with log2 of the sum of
+    exp of the logits over that, [2, B, H, S]; the mean of S_dot before the scale."""
     groups = q.shape[2] // k.shape[2]
     (q, q_dot), (k, k_dot) = q.double(), k.double().repeat_interleave(groups, 2)
     s, s_dot = q @ k.mT, q_dot @ k.mT + q @ k_dot.mT
