@@ -18,7 +18,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/**/*.*")
+ELSEWHERE = (
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "benchmarks/log/*.md",
+    "benchmarks/results/**/*.*",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -33,8 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put in parts of the README, and link the results that the benchmarks name."""
-    if page.file.src_uri == "benchmarks/README.md":
-        return re.sub(r"`(results/[\w./-]+\.(?:jsonl?|png))`", r"[`\1`](\1)", markdown)
+    if page.file.src_uri.startswith("benchmarks/log/"):
+        return re.sub(r"`(results/[\w./-]+\.(?:jsonl?|png))`", r"[`\1`](../\1)", markdown)
     up = "../" * page.file.src_uri.count("/")
     return re.sub(r"(?m)^<!-- README: (.+) -->$", lambda m: _part(m[1], up), markdown)
 

@@ -161,7 +161,7 @@ def fused_jsrr(
         v: direction of h's shape, instead of a random one; masked and normalised like it. The last
             step of the state, `h - h_before`, has been through the Jacobians of the turns before
             and leans to their largest eigenvalues; the loss is then no estimate of ||J||_F^2 / D,
-            and wants a smaller weight (about a third: `benchmarks/README.md`).
+            and wants a smaller weight (about a third: `benchmarks/log/2026-11-28.md`).
         mask: [B, S], boolean or 0/1, True for real tokens: v is zero on the others and they do not
             count in the norm. It is not handed to `block`.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row,

@@ -52,8 +52,9 @@ def test_every_page_is_in_the_navigation():
         return [leaf for part in parts for leaf in leaves(part)]
 
     nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert sorted(nav) == sorted(pages | {"CHANGELOG.md", "benchmarks/README.md"})
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    log = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/log/*.md")]
+    assert sorted(nav) == sorted([*pages, *log, "CHANGELOG.md", "benchmarks/README.md"])
 
 
 def test_the_reader_fetches_nothing(site):
