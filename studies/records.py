@@ -61,7 +61,7 @@ class Records:
                 ) from error
 
     def of(self, run: StudyRun) -> dict[str, Any] | None:
-        """What came out of a run, None if it has no record."""
+        """The entry of a run, None if it has no record."""
         return self._known.get(settings_hash(run, self.may_differ))
 
     def add(self, run: StudyRun, entry: Mapping[str, Any]) -> None:
