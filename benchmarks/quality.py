@@ -6,9 +6,9 @@
 All settings of a seed continue one trunk, a run without a penalty up to the step at which it
 begins; so they differ in the penalty alone. The recipe is `addition-quick-stars` with depths up to
 20 and a constant learning rate (`--decay` lets it fall at the end), where the penalty matters. Each
-run is judged at its last four checkpoints (`--judged`): exact match against turns on unseen sums, and the
-spectral radius of the block at the states of some of them. Stopped, it goes on where it was. Writes
-quality.json and quality.png.
+run is judged at its last four checkpoints (`--judged`): exact match against turns on unseen sums,
+and the spectral radius of the block at the states of some of them. Stopped, it goes on where it
+was. Writes quality.json and quality.png.
 """
 
 from __future__ import annotations
