@@ -184,6 +184,15 @@ def test_a_build_that_is_asked_for_and_impossible_is_an_error(tree):
     assert "expected none, cpu or cuda, got 'fpga'" in done.stderr
 
 
+def test_a_torch_older_than_the_abi_builds_no_kernels(tree):
+    script = tree / "setup.py"
+    script.write_text(script.read_text().replace("TORCH = (2, 11)", "TORCH = (9, 0)"))
+    assert "torch: expected 9.0 or newer, whose stable ABI" in left_out(build(tree))
+    asked = build(tree, STARS_FAST_BUILD="cpu")
+    assert asked.returncode != 0
+    assert "STARS_FAST_BUILD=cpu can't be built: torch: expected 9.0" in asked.stderr
+
+
 WITHOUT_WHEELS = """
 import sys, setuptools
 from setuptools.errors import BaseError
