@@ -161,6 +161,8 @@ def test_readme_commands_are_understood():
         import_module(f"{module}.__main__").options_of(shlex.split(rest))
     for command, rest in shown:
         assert command in ("train", "export", "recipes", "completion", *_OWN_OPTIONS)
+        if command == "completion":  # inside of quotes
+            continue
         words = [word for word in shlex.split(rest) if word != "--resume"]
         if "--help" in words:
             continue
