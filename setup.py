@@ -136,6 +136,7 @@ def wheel() -> dict[str, type]:
     class Wheel(base):
         def run(self) -> None:
             self.run_command("build")  # which may leave the kernels out
+            self.skip_build = True  # it is done, and would compile everything once more
             self.root_is_pure = not self.distribution.has_ext_modules()
             super().run()
 
