@@ -28,7 +28,7 @@ from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
 from stars_fast.training.step.penalties.base import NoPenalty
-from stars_fast.training.step.precision import autocast
+from stars_fast.training.step.precision import autocast, low_layers
 from stars_fast.training.step.turns import KEEP_ALL, Recompute
 
 T = TypeVar("T")
@@ -66,6 +66,7 @@ class StepLoss(nn.Module):
         penalty: the run's.
         recompute: gives what is recomputed in the backward pass, by the number of plain turns in
             the graph and whether a dual turn follows from the penalty.
+        low: the 16-bit copies of the weights of the turns, where the run has them.
     """
 
     def __init__(self, loop: Loop, config: RunConfig) -> None:
@@ -74,6 +75,7 @@ class StepLoss(nn.Module):
         self.config = config
         self.penalty = penalty_of(config)
         self.recompute: Callable[[int, bool], Recompute] = lambda turns, dual: KEEP_ALL
+        self.low = low_layers(loop, config)
 
     def forward(
         self, batch: MicroBatch, plan: StepPlan, turns: int, window_tokens: int
@@ -149,9 +151,11 @@ def train_step(
     supervised, real = world.total([supervised, real])
     shares = torch.zeros(2, device=world.device)
     optimizer.zero_grad(set_to_none=True)
+    low = root_of(step_loss).low
+    low.refresh()
     for turns, batch in zip(plan.turns, window, strict=True):
         seed_dropout(config.seed, plan.step, batch.index, world.device)
-        with gradient_sync(step_loss, now=batch is window[-1]):
+        with low.used(), gradient_sync(step_loss, now=batch is window[-1]):
             with autocast(config.precision, world.device, config.parallel.sharded):
                 loss, share = step_loss(batch, plan, turns, max(supervised, 1))
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up
