@@ -18,6 +18,7 @@ from studies.definition import (
     study_runs,
 )
 from studies.outcome import write_outcome
+from studies.plain import plain
 from studies.records import Records
 from studies.runner import MAY_DIFFER, check_folders, note_of, run_entry, status, train_runs
 
@@ -125,7 +126,7 @@ def _study(options: argparse.Namespace, overrides: list[str]) -> int:
         stopped = train_runs(chosen, world, records)
         if world.first:
             entries = [run_entry(run, world, records) for run in runs]
-            print("\n" + write_outcome(study, options.scale, out, entries, overrides))
+            print("\n" + plain(write_outcome(study, options.scale, out, entries, overrides)))
             print(f"written: study.json, table.md and, of finished runs, figure.png in {out}")
             if stopped:
                 print(f"stopped; the same command goes on: {_left(chosen, records)} runs are left")
