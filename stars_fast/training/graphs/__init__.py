@@ -2,6 +2,7 @@
 
 reasons.py    why a run can't have them
 recorder.py   what captures and replays: CUDA, or a stand-in on the CPU
+kinds.py      the kinds of micro-batches, and which are worth a capture
 recorded.py   one pair of graphs: turns and penalty, forward and backward
 graphs.py     the pairs of a run, by number of turns and penalty
 """

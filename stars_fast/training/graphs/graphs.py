@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from stars_fast.data.fixed_shape import FixedShape
 from stars_fast.models.loop import Start
 from stars_fast.ops.spans import no_questions_of_masks
 from stars_fast.training.config import RunConfig
+from stars_fast.training.graphs.kinds import FEWEST, Key, worth_capturing
 from stars_fast.training.graphs.recorded import Buffers, Pair
 from stars_fast.training.graphs.recorder import Recorder
 from stars_fast.training.scale.flat_gradients import FlatGradients
@@ -29,12 +29,6 @@ from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import NoPenalty, Penalty
 from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.train_step import StepLoss, run_between
-
-MOST = 24
-"""Pairs of a run at most: each is some ten thousand kernels that CUDA keeps in memory."""
-
-FEWEST = 8
-"""Micro-batches for which a pair is worth its capture, which takes as long as two or three."""
 
 CLOSE = 0.02
 """How far a replay may be from the same ops one by one, relative to their norm: atomic additions of
@@ -44,39 +38,6 @@ the whole."""
 
 _SHORT = 2
 """Turns of what is tried out: the first starts from another dtype than the others, perhaps."""
-
-
-class Key(NamedTuple):
-    """The micro-batches that one pair of graphs serves: by turns, and whether they have the
-    penalty."""
-
-    turns: int
-    penalised: bool
-
-
-def chances(config: RunConfig) -> dict[Key, float]:
-    """The micro-batches of a run by kind, as parts of all of them; those of a depth curriculum
-    count as after it."""
-    steps, window = config.train.total_steps, config.train.accumulation
-    part = 0.0
-    if config.penalised:
-        part = config.penalty.micro_batches(window) / window
-        part *= max(steps - config.penalty.start_step, 0) / steps
-    found = {}
-    for turns, chance in config.depth.chances(steps):
-        for penalised, share in ((True, part), (False, 1 - part)):
-            if chance * share > 0:
-                found[Key(turns, penalised)] = chance * share
-    return found
-
-
-def worth_capturing(config: RunConfig, fewest: int = FEWEST) -> frozenset[Key]:
-    """The kinds of micro-batches that come so often in the run, the most frequent `MOST` of
-    them."""
-    number = config.train.total_steps * config.train.accumulation
-    found = chances(config)
-    often = [key for key in found if found[key] * number >= fewest]
-    return frozenset(sorted(often, key=lambda key: -found[key])[:MOST])
 
 
 class Graphs:

@@ -9,7 +9,8 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.data.batches import Batches
 from stars_fast.data.fixed_shape import fixed_shape
 from stars_fast.training.config import RunConfig
-from stars_fast.training.graphs.graphs import Graphs, chances, worth_capturing
+from stars_fast.training.graphs.graphs import Graphs
+from stars_fast.training.graphs.kinds import chances, worth_capturing
 from stars_fast.training.graphs.reasons import reason_against, reason_on
 from stars_fast.training.graphs.recorder import recorder_for
 from stars_fast.training.scale.distributed import World

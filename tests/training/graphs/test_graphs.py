@@ -19,7 +19,8 @@ from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PackedChats, TokenDocuments
 from stars_fast.data.fixed_shape import fixed_shape
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
-from stars_fast.training.graphs.graphs import Graphs, Key, chances, worth_capturing
+from stars_fast.training.graphs.graphs import Graphs
+from stars_fast.training.graphs.kinds import Key, chances, worth_capturing
 from stars_fast.training.graphs.recorder import Recorder, StandIn
 from stars_fast.training.scale.flat_gradients import FlatGradients
 from stars_fast.training.step.train_step import StepLoss, StepPlan
@@ -223,7 +224,7 @@ def test_turns_that_come_often_are_captured_the_most_frequent_first(trained, mon
     keys = worth_capturing(config)
     assert keys == {key for key, p in found.items() if 100 * p >= 8}
     assert keys < found.keys()
-    monkeypatch.setattr("stars_fast.training.graphs.graphs.MOST", 2)
+    monkeypatch.setattr("stars_fast.training.graphs.kinds.MOST", 2)
     assert worth_capturing(config) == set(sorted(found, key=found.__getitem__)[-2:])
 
 
