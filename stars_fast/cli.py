@@ -1,5 +1,5 @@
 """The command line: `stars-fast train | plan | eval | lm-eval | analyze | study | export | bench |
-recipes`, also `python -m stars_fast.cli`.
+recipes | completion`, also `python -m stars_fast`.
 
 Modules load where they are used, so that the help and the list of recipes come at once.
 """
@@ -7,11 +7,12 @@ Modules load where they are used, so that the help and the list of recipes come 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from stars_fast import __version__
 from stars_fast.base.exit_code import exit_code
 from stars_fast.base.options import Parser, positive
 
@@ -25,7 +26,7 @@ examples:
   stars-fast analyze runs/weak runs/addition-quick
   stars-fast train ouro-tiny
   stars-fast plan ouro-numina-fast --gpus 4xA800-80GB
-  torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
+  torchrun --nproc-per-node 4 -m stars_fast train ouro-numina
   stars-fast eval runs/ouro-numina --tasks gsm8k,math500,asdiv,svamp,amc23 --turns 2,4,8
   stars-fast eval ByteDance/Ouro-1.4B --text wiki.txt --turns 1,2,4,8,16
   stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
@@ -69,7 +70,8 @@ def _of_a_clone(name: str, words: list[str]) -> int:
     return int(import_module(f"{module}.__main__").main(words))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(options: Mapping[str, Parser] | None = None) -> Parser:
+    """The whole command line; of a command that reads its own words the given `options`."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         "stars-fast",
@@ -77,15 +79,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=raw,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    commands.add_parser("train", help="train a recipe, or continue a run")
-    commands.add_parser("plan", help="predict a run's time and memory on given GPUs, without one")
+    def own(name: str, help: str) -> None:
+        parents = [options[name]] if options and name in options else []
+        commands.add_parser(name, help=help, parents=parents, add_help=not parents)
 
-    commands.add_parser("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
-    commands.add_parser("lm-eval", help="lm-eval's own command line, with the model stars_fast")
-    commands.add_parser("analyze", help="how the state moves over the turns, and its Jacobian")
-    commands.add_parser("study", help="in a clone: the paper's studies (python -m studies)")
+    own("train", help="train a recipe, or continue a run")
+    own("plan", help="predict a run's time and memory on given GPUs, without one")
+
+    own("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
+    own("lm-eval", help="lm-eval's own command line, with the model stars_fast")
+    own("analyze", help="how the state moves over the turns, and its Jacobian")
+    own("study", help="in a clone: the paper's studies (python -m studies)")
 
     export = commands.add_parser(
         "export",
@@ -123,10 +130,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(command=_export)
 
-    commands.add_parser("bench", help="in a clone: what the penalty costs (python -m benchmarks)")
+    own("bench", help="in a clone: what the penalty costs (python -m benchmarks)")
 
     recipes = commands.add_parser("recipes", help="list the recipes")
     recipes.set_defaults(command=_recipes)
+
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete all this",
+        description='For bash: eval "$(stars-fast completion bash)" in ~/.bashrc; for zsh write it '
+        "to a file _stars-fast in $fpath.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(command=_completion)
     return parser
 
 
@@ -231,6 +247,13 @@ def _recipes(args: argparse.Namespace) -> int:
     width = max(map(len, names), default=0)
     for name in names:
         print(f"{name:{width}}  {read_recipe(name).get('description', '')}".rstrip())
+    return 0
+
+
+def _completion(args: argparse.Namespace) -> int:
+    from stars_fast.commands.completion import options, script
+
+    print(script(_parser(options()), args.shell))
     return 0
 
 

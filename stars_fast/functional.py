@@ -26,6 +26,7 @@ from stars_fast import ops
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual, pair_of
+from stars_fast.ops.low_weights import LowWeights
 from stars_fast.ops.spans import Spans
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -218,6 +219,23 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dual: bool) -> Tenso
     if not dual or bias is None:
         return F.linear(x, weight, bias)
     return ops.add_bias(F.linear(x, weight), bias)
+
+
+@_on_pairs(1, "stacked")
+def low_linear(x: Tensor, low: LowWeights, *, dual: bool = False) -> Tensor:
+    """x W^T + bias through the 16-bit copy of W, whose gradient is added up in fp32.
+
+    Args:
+        x: [..., D], Tensor or Dual; cast to the copy's dtype.
+        low: the copy, of one weight [E, D] or of several with E rows together.
+
+    Returns:
+        [..., E], of x's kind, in the copy's dtype.
+
+    Raises:
+        ValueError: the last dimension of x is not D.
+    """
+    return ops.low_linear(x, low, dual=dual)
 
 
 @_on_pairs(2)

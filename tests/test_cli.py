@@ -1,10 +1,13 @@
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+import stars_fast
 from stars_fast.cli import main
 from stars_fast.models.families import looped_lm
 from stars_fast.training.run import trainer
@@ -122,6 +125,46 @@ def test_help_names_every_field_with_default_and_meaning(capsys):
     assert exit.value.code == 0
     said = capsys.readouterr().out
     assert all(command in said for command in ("train", "eval", "recipes", "torchrun"))
+
+
+def test_the_version_is_that_of_the_package_however_it_is_asked():
+    module = subprocess.run(
+        [sys.executable, "-m", "stars_fast", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert module.stdout == f"stars-fast {stars_fast.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", stars_fast.__version__)
+
+
+COMPLETE = """
+source completion.bash
+COMP_WORDS=({words}) COMP_CWORD={at} COMPREPLY=()
+{function} "" "" ""
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_recipes_fields_and_paths(here, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    (here / "completion.bash").write_text(script)
+    (function,) = re.findall(r"^complete .*-F (\S+) stars-fast$", script, re.MULTILINE)
+
+    def completed(*words):
+        code = COMPLETE.format(words=" ".join(words), at=len(words) - 1, function=function)
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert {"train", "eval", "recipes", "completion"} <= set(completed("stars-fast", "''"))
+    assert completed("stars-fast", "train", "addition-quick-s") == ["addition-quick-sft"]
+    weights = completed("stars-fast", "train", "x", "--penalty.wei")
+    assert weights == ["--penalty.weight", "--penalty.weighting"]
+    assert completed("stars-fast", "eval", "tin") == ["tiny.yaml"]
+    assert "--jacobian-at" in completed("stars-fast", "analyze", "x", "--")
 
 
 def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):

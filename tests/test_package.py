@@ -143,7 +143,7 @@ def test_readme_commands_are_understood():
 
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     text = "\n".join([*blocks("bash"), *(each for page in pages for each in bash(page)), _EXAMPLES])
-    shown = re.findall(r"(?:stars-fast|stars_fast\.cli) ([\w-]+) ?([^#\n]*)", text)
+    shown = re.findall(r"(?:stars-fast|-m stars_fast) ([\w-]+) ?([^#\n]*)", text)
     assert len(shown) > 8
     of_a_clone = re.findall(r"python -m (benchmarks|studies) ([^#\n]*)", text)
     assert len(of_a_clone) > 2

@@ -3,6 +3,9 @@
 import argparse
 from typing import Any
 
+_PATHS = ("DIR", "FILE", "FOLDER", "RUN", "SOURCE")
+"""Metavars of what is on the disk."""
+
 
 class Parser(argparse.ArgumentParser):
     """A parser that refuses an option which comes twice, instead of forgetting the first."""
@@ -17,6 +20,11 @@ class _StoreOnce(argparse.Action):
     """Keep the value of an option, once for each namespace."""
 
     filled: argparse.Namespace | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.metavar in _PATHS:  # how shtab is told that a shell completes files here
+            self.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
     def __call__(
         self,

@@ -129,6 +129,10 @@ class HuginnLoop(Loop):
     def layers(self) -> list[nn.Module]:
         return self.model.core_layers
 
+    @property
+    def turn_modules(self) -> list[nn.Module]:
+        return [*self.layers, self.model.part("adapter")]
+
     def outside_block(self, supervised: float) -> float:
         config = self.model.config
         layers = matrix_weights(self.model.part("prelude"), self.model.part("coda"))

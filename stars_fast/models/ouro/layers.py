@@ -41,6 +41,8 @@ class OuroRMSNorm(nn.Module):
 class OuroAttention(nn.Module):
     """Causal attention with rotary positions and grouped heads, [.., B, S, D] -> [.., B, S, D]."""
 
+    joint = (("q_proj", "k_proj", "v_proj"),)
+
     def __init__(self, config: OuroConfig, layer: int) -> None:
         super().__init__()
         self.config = config
@@ -73,6 +75,8 @@ class OuroAttention(nn.Module):
 
 class OuroMLP(nn.Module):
     """down(f(gate(x)) * up(x)), [.., D] -> [.., D]."""
+
+    joint = (("gate_proj", "up_proj"),)
 
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()

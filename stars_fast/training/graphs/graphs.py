@@ -185,7 +185,9 @@ class Graphs:
         self, penalty: Penalty, windows: Sequence[MicroBatch], gradients: FlatGradients
     ) -> str | None:
         loop, config = self._loss.loop, self._config
-        with autocast(config.precision, self._device, sharded=False):
+        self._loss.low.refresh()
+        casts = autocast(config.precision, self._device, sharded=False)
+        with self._loss.low.used(), casts:
             first, other = (MicroStep(loop, windows[i], config, -i) for i in (0, -1))
             pair = self._new(first, _SHORT + penalty.last_turns, penalty)
             self._tried.append(pair)

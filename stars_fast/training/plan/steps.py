@@ -154,11 +154,16 @@ def _again(run: Run, recompute: Recompute, turns: int, part: float, forward: Sec
 
 
 def _weights(run: Run, turns: float) -> Seconds:
-    """Traffic of weights and their gradients: each turn adds to the sums; under autocast weights
-    are cast once a micro-batch, and their gradients back."""
+    """Traffic of weights and their gradients: each turn adds to the sums. Under autocast weights
+    are cast once a micro-batch, and their gradients back; copies are made once a step, and products
+    write and read fp32 sums (counted as if nothing of it hid behind the products)."""
     if run.config.lora.wanted:
         return Seconds()
     weights, size = run.shape.block_weights, run.machine.itemsize
+    if memory.has_copies(run.config):
+        window = run.config.train.accumulation
+        moved = 6.0 * turns + (6 - 4) / window  # a step's first product does not read
+        return Seconds(traffic=run.machine.moved(moved * weights))
     moved = 3.0 * size * weights * max(turns - 1, 0)
     if run.config.precision == "mixed":
         moved += (6 + 6) * weights

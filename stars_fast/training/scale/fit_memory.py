@@ -42,7 +42,8 @@ def fit_memory(
     """
     penalty = loss.penalty
     largest = max(batches.window(0), key=lambda batch: batch.tokens.numel())
-    with autocast(config.precision, world.device, config.parallel.sharded):
+    casts = autocast(config.precision, world.device, config.parallel.sharded)
+    with loss.low.used(), casts:
         measured = root_of(step_loss).with_weights(measure, largest, config, penalty.needs_dual)
     # Later micro-batches may hold more tokens.
     measured = measured.scaled(batches.most_tokens / largest.tokens.numel())

@@ -29,7 +29,7 @@ from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
 from stars_fast.training.step.penalties.base import NoPenalty, Penalty
-from stars_fast.training.step.precision import autocast
+from stars_fast.training.step.precision import autocast, low_layers
 from stars_fast.training.step.turns import KEEP_ALL, Recompute
 
 T = TypeVar("T")
@@ -79,6 +79,7 @@ class StepLoss(nn.Module):
             the graph and whether a dual turn follows from the penalty.
         between: runs what lies between prelude and head; `run_between`, or a graph of it.
         gradients: where the gradients stay, if they do: then nothing wraps this module.
+        low: the 16-bit copies of the weights of the turns, where the run has them.
     """
 
     def __init__(self, loop: Loop, config: RunConfig) -> None:
@@ -89,6 +90,7 @@ class StepLoss(nn.Module):
         self.recompute: Callable[[int, bool], Recompute] = lambda turns, dual: KEEP_ALL
         self.between: Between = run_between
         self.gradients: FlatGradients | None = None
+        self.low = low_layers(loop, config)
 
     def forward(
         self, batch: MicroBatch, plan: StepPlan, turns: int, window_tokens: int
@@ -163,14 +165,15 @@ def train_step(
     real = sum(batch.real_tokens for batch in window)
     supervised, real = world.total([supervised, real])
     shares = torch.zeros(2, device=world.device)
-    gradients = root_of(step_loss).gradients
+    low, gradients = root_of(step_loss).low, root_of(step_loss).gradients
     if gradients is None:
         optimizer.zero_grad(set_to_none=True)
     else:
         gradients.zero()
+    low.refresh()
     for turns, batch in zip(plan.turns, window, strict=True):
         seed_dropout(config.seed, plan.step, batch.index, world.device)
-        with gradient_sync(step_loss, now=batch is window[-1]):
+        with low.used(), gradient_sync(step_loss, now=batch is window[-1]):
             with autocast(config.precision, world.device, config.parallel.sharded):
                 loss, share = step_loss(batch, plan, turns, max(supervised, 1))
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up

@@ -118,6 +118,7 @@ def test_pads_change_neither_loss_nor_gradient(trained, changes):
         assert (got - expected).norm() <= near * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 def test_a_replay_has_the_bits_of_its_ops(trained, changes, precision):
@@ -135,7 +136,9 @@ def test_a_replay_has_the_bits_of_its_ops(trained, changes, precision):
 
 
 def step_under(loss, batch, number):
-    with torch.autocast("cpu", torch.bfloat16, enabled=loss.config.precision == "mixed"):
+    loss.low.refresh()
+    casts = torch.autocast("cpu", torch.bfloat16, enabled=loss.config.precision == "mixed")
+    with loss.low.used(), casts:
         return step(loss, batch, number=number)
 
 
