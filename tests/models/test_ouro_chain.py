@@ -11,6 +11,8 @@ from stars_fast import fused_jvp, looped_block
 pytest.importorskip("transformers")
 from benchmarks.launches import of_a_layer_turn
 from stars_fast.models.ouro import OuroConfig, OuroModel, layers
+from stars_fast.ops.selective import recording, selective
+from stars_fast.training.scale.measure import KeptBytes
 from stars_fast.training.step.turns import by_layer, recomputed
 
 
@@ -41,6 +43,8 @@ def of_turns(model, dtype, dual, way="kept"):
     h.requires_grad_()
     block = looped_block(model)
     turn = block if way == "kept" else by_layer(block, model)(recomputed)
+    if way == "run":  # as `run_turns` runs layers that are recomputed
+        turn = selective(turn)
     out = fused_jvp(turn, turn(h), v) if dual else (turn(turn(h)),)
     sum((y * bar).sum() for y, bar in zip(out, (a, b), strict=False)).backward()
     named = model.named_parameters()
@@ -58,11 +62,25 @@ def test_a_chained_turn_is_the_turn(model, chained, dual):
         assert relative_error(mine, other) < BLOCK
 
 
-@pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])
-def test_layers_that_are_recomputed_are_chained_too(model, chained, dual):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("way", "dual"), [("layers", False), ("layers", True), ("run", False)])
+def test_layers_that_are_recomputed_are_chained_too(model, chained, way, dual, dtype):
     chained(True)
-    kept, again = (of_turns(model, torch.float32, dual, way) for way in ("kept", "layers"))
+    kept, again = (of_turns(model, dtype, dual, each) for each in ("kept", way))
     assert all(torch.equal(mine, other) for mine, other in zip(kept, again, strict=True))
+
+
+def test_a_norm_that_a_layer_starts_from_is_made_again(model, chained):
+    """By what is kept: a state for each layer and turn, whether or not norms are chained."""
+    h = torch.randn(2, 5, 32, requires_grad=True)
+    block = looped_block(model)
+    found = []
+    for wanted in (False, True):
+        chained(wanted)
+        with KeptBytes(model) as kept, recording():
+            by_layer(block, model)(recomputed)(h)
+        found.append(kept.new())
+    assert found[1] <= found[0]
 
 
 def test_what_waits_for_a_call_is_called(model, chained):
