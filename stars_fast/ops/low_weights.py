@@ -78,10 +78,9 @@ class LowWeights:
         """Bytes of the copy."""
         return sum(low.nbytes for low, _ in self.pairs)
 
-    def add_gradients(self, y_bar: Tensor, x: Tensor, dual: bool) -> None:
-        """Add those of one use to the `grad` of the weights: y_bar [.., E], x [.., D]."""
-        rows = y_bar.reshape(-1, y_bar.shape[-1])
-        _add_product(self.weights, rows, x.reshape(-1, x.shape[-1]))
+    def add_gradients(self, rows: Tensor, x: Tensor, dual: bool) -> None:
+        """Add those of one use to the `grad` of the weights: rows of y_bar [N, E], x [N, D]."""
+        _add_product(self.weights, rows, x)
         if self.biases:
             counted = rows[: len(rows) // 2] if dual else rows  # a tangent has no bias
             sums = counted.sum(0, dtype=self.biases[0].dtype)
@@ -157,7 +156,7 @@ class _LowLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, low: LowWeights, dual: bool, *masters: nn.Parameter) -> Tensor:
         if low.trained:
             ctx.save_for_backward(x)
-        ctx.low, ctx.dual = low, dual
+        ctx.low, ctx.dual, ctx.shape = low, dual, x.shape
         if not dual or low.bias is None:
             return F.linear(x, low.weight, low.bias)
         shift = torch.stack((low.bias, torch.zeros_like(low.bias)))
@@ -168,9 +167,12 @@ class _LowLinear(torch.autograd.Function):
     @first_derivative("low_linear")
     def backward(ctx: Any, y_bar: Tensor) -> tuple[Tensor | None, ...]:
         low: LowWeights = ctx.low
+        # As a matrix once: each op costs the host, also one that moves nothing
+        rows = y_bar.reshape(-1, y_bar.shape[-1])
         if low.trained:
-            low.add_gradients(y_bar, ctx.saved_tensors[0], ctx.dual)
-        x_bar = y_bar @ low.weight if ctx.needs_input_grad[0] else None
+            (x,) = ctx.saved_tensors
+            low.add_gradients(rows, x.reshape(-1, x.shape[-1]), ctx.dual)
+        x_bar = (rows @ low.weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
         return x_bar, None, None, *[None] * (len(ctx.needs_input_grad) - 3)
 
 
