@@ -18,6 +18,7 @@ from studies.definition import (
     study_runs,
 )
 from studies.outcome import write_outcome
+from studies.plain import plain
 from studies.runner import check_folders, note_of, run_entry, status, train_runs
 
 _EXAMPLES = """\
@@ -117,7 +118,7 @@ def _study(options: argparse.Namespace, overrides: list[str]) -> int:
         stopped = train_runs(chosen, world)
         if world.first:
             records = [run_entry(run, world) for run in runs]
-            print("\n" + write_outcome(study, options.scale, out, records, overrides))
+            print("\n" + plain(write_outcome(study, options.scale, out, records, overrides)))
             print(f"written: study.json, table.md and, of finished runs, figure.png in {out}")
             if stopped:
                 print(f"stopped; the same command goes on: {_left(chosen)} runs are left")

@@ -5,6 +5,7 @@ continued from its newest checkpoint.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,10 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.training.config import load_config, save_config
 from stars_fast.training.run.checkpoint import SaveError
 from stars_fast.training.run.folder import MAY_CHANGE
+from stars_fast.training.run.progress import duration
 from stars_fast.training.run.trainer import TrainingFailure, train
 from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.cost import expected_costs
 from studies.definition import StudyRun
 from studies.judging import judge_run
 
@@ -56,13 +59,14 @@ def train_runs(runs: Sequence[StudyRun], world: World) -> int:
     the next one begins; so it does after one that cannot start, or whose disk is full, which leave
     no note.
     """
+    clock = Remaining(runs)
     for number, run in enumerate(runs, start=1):
         where = f"[{number}/{len(runs)}] {run.label}, seed {run.seed}"
         known = world.from_first(status(run))
         if known != "missing":
             _say(world, f"{where}: {known}")
             continue
-        _say(world, where)
+        _say(world, where + clock.begin(run))
         try:
             world.together(partial(_begin, run, world))
             outcome = train(run.config, resume=True)
@@ -82,7 +86,41 @@ def train_runs(runs: Sequence[StudyRun], world: World) -> int:
             return outcome.signal
         # Now, so that the machine and the commit that are noted are those that trained it.
         world.together(partial(_judge_new, run, world))
+        clock.end(run)
     return 0
+
+
+class Remaining:
+    """The time that the runs of a study still take, by the expected turns of each and the seconds
+    that the turns of those that were trained took; of runs that begin here."""
+
+    def __init__(self, runs: Sequence[StudyRun]) -> None:
+        self.costs = {run.folder: _cost(run) for run in runs if status(run) == "missing"}
+        self.seconds = self.done = 0.0
+        self.began = time.perf_counter()
+
+    def begin(self, run: StudyRun) -> str:
+        """Words on what is left, empty before a run has ended; the clock of `run` starts."""
+        self.began = time.perf_counter()
+        if not self.done:
+            return ""
+        left = sum(self.costs.values()) * self.seconds / self.done
+        return f"; about {duration(left)} left for {len(self.costs)} runs"
+
+    def end(self, run: StudyRun) -> None:
+        """Note that `run` is trained and judged."""
+        cost = self.costs.pop(run.folder, 0.0)
+        self.seconds += time.perf_counter() - self.began
+        self.done += cost
+
+
+def _cost(run: StudyRun) -> float:
+    """The expected turns of a run, over all its steps and samples; 1 where its length is that of
+    its data."""
+    config = run.config
+    if config.train.steps is None:
+        return 1.0
+    return sum(expected_costs(config, 0.0)) * config.train.batch_size
 
 
 def _begin(run: StudyRun, world: World) -> None:

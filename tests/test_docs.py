@@ -65,6 +65,16 @@ def test_the_reader_fetches_nothing(site):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//", style.read_text())
 
 
+def test_the_search_works_from_a_disk(site):
+    """There a page may fetch nothing and start no worker: the index is a script, and a frame of the
+    page stands for the worker."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    shim = re.compile(r'<script src="((?:\.\./)*assets/iframe-worker\.js)"')
+    for page in (site / "index.html", site / "guides" / "plan.html"):
+        (address,) = shim.findall(page.read_text())
+        assert (page.parent / address).exists()
+
+
 def test_formulas_are_mathml(site):
     assert (site / "mathematics.html").read_text().count("<math") > 100
     for page in site.rglob("*.html"):

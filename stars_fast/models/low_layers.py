@@ -2,7 +2,7 @@
 of `LowLayers.used` their linear maps go through the copies where autocast would cast.
 
 A module whose maps share an input names them in `joint`, as ("q_proj", "k_proj", "v_proj"): they
-share one copy, and the module may ask for them as one (`joint_low`).
+share one copy, and the module may ask for them as one (`low_forward.joint_low`).
 """
 
 from __future__ import annotations
@@ -13,43 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from stars_fast import functional
+from stars_fast.models.low_forward import LowForward
 from stars_fast.models.plain_linear import is_plain, is_plain_linear
 from stars_fast.ops.low_weights import LowWeights, refresh
-
-
-class LowForward:
-    """The `forward` of a linear map through a copy of its weight.
-
-    Attributes:
-        low: of this map.
-        joint: of it and others.
-        maps: those of `joint`, in its order.
-    """
-
-    def __init__(self, module: nn.Linear, low: LowWeights) -> None:
-        self.module = module
-        self.low = self.joint = low
-        self.maps: tuple[nn.Module, ...] = (module,)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return functional.low_linear(x, self.low)
-        return type(self.module).forward(self.module, x)
-
-
-def joint_low(maps: Sequence[nn.Module], x: Tensor) -> LowWeights | None:
-    """The copy that these maps of x share, in this order; None where they are to be called one by
-    one."""
-    found = vars(maps[0]).get("forward")
-    if type(found) is not LowForward or found.maps != tuple(maps):
-        return None
-    for each in maps:
-        if type(vars(each).get("forward")) is not LowForward:
-            return None
-    return found.joint if torch.is_autocast_enabled(x.device.type) else None
 
 
 class LowLayers:

@@ -1,4 +1,4 @@
-"""Linear maps of a fp32 weight through a 16-bit copy of it, whose gradient is added up in fp32.
+"""Linear maps of fp32 weights through a 16-bit copy of them, whose gradients are added up in fp32.
 
     y = x L^T + b          L: the copy, made once a step (`refresh`), in memory that stays
     x_bar = y_bar L        W_bar += y_bar^T x,  b_bar += sum(y_bar)
@@ -9,7 +9,8 @@ CUDA inside the product, which has fp32 results of 16-bit factors (`torch.addmm`
 elsewhere right after it. Autograd is given no gradient for the weight; it still counts the use, so
 that what waits for the weight's gradient, as DDP does, waits for all of them.
 
-Several weights of one input can share a copy, one above the other: then they are one product.
+Several maps of one input can share a copy, one above the other, and be one node of the graph:
+neighbours may be one product, and what they add to x_bar is added inside the products.
 A bias moves the primal of a stack alone.
 """
 
@@ -36,8 +37,8 @@ class LowWeights:
         dtype: of the copy, made by `refresh`.
 
     Attributes:
-        weight: [E, D], the copies, E the sum of all E_i.
-        bias: [E], or None.
+        weight: [E, D], the copies, E the sum of all E_i. parts: its parts [E_i, D].
+        bias: [E], or None. bias_parts: its parts.
         rows: the E_i.
         trained: whether the weights want a gradient.
     """
@@ -54,38 +55,30 @@ class LowWeights:
         first = self.weights[0]
         height = sum(self.rows)
         self.weight = torch.empty(height, first.shape[1], dtype=dtype, device=first.device)
+        self.parts = self.weight.split(self.rows)
         self.bias = self.weight.new_empty(height) if self.biases else None
+        self.bias_parts = () if self.bias is None else self.bias.split(self.rows)
 
     def part(self, index: int) -> LowWeights:
         """One of the maps alone, in the same memory; `refresh` is for the whole."""
         found = copy(self)
         found.weights, found.rows = (self.weights[index],), [self.rows[index]]
-        found.weight = self.weight.split(self.rows)[index]
+        found.weight, found.parts = self.parts[index], (self.parts[index],)
         if self.bias is not None:
-            found.biases, found.bias = (self.biases[index],), self.bias.split(self.rows)[index]
+            found.biases, found.bias = (self.biases[index],), self.bias_parts[index]
+            found.bias_parts = (found.bias,)
         return found
 
     @property
     def pairs(self) -> list[tuple[Tensor, nn.Parameter]]:
         """Parts of the copy and what they are copies of."""
-        found = list(zip(self.weight.split(self.rows), self.weights, strict=True))
-        if self.bias is not None:
-            found += zip(self.bias.split(self.rows), self.biases, strict=True)
-        return found
+        weights = zip(self.parts, self.weights, strict=True)
+        return [*weights, *zip(self.bias_parts, self.biases, strict=True)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copy."""
         return sum(low.nbytes for low, _ in self.pairs)
-
-    def add_gradients(self, rows: Tensor, x: Tensor, dual: bool) -> None:
-        """Add those of one use to the `grad` of the weights: rows of y_bar [N, E], x [N, D]."""
-        _add_product(self.weights, rows, x)
-        if self.biases:
-            counted = rows[: len(rows) // 2] if dual else rows  # a tangent has no bias
-            sums = counted.sum(0, dtype=self.biases[0].dtype)
-            for bias, part in zip(self.biases, sums.split(self.rows), strict=True):
-                bias.grad = part.clone() if bias.grad is None else bias.grad.add_(part)
 
 
 def refresh(copies: Sequence[LowWeights]) -> None:
@@ -97,44 +90,24 @@ def refresh(copies: Sequence[LowWeights]) -> None:
             torch._foreach_copy_(lows, weights)
 
 
-def _add_product(weights: Sequence[nn.Parameter], y_bar: Tensor, x: Tensor) -> None:
-    """grad += y_bar^T x, [E, N] times [N, D], for weights of E rows together."""
-    total = _together(weights)
-    if total is not None:
-        if adds_in_product(x.device):
-            torch.addmm(total, y_bar.mT, x, out_dtype=total.dtype, out=total)
+def _add_product(weight: nn.Parameter, y_bar: Tensor, x: Tensor) -> None:
+    """grad += y_bar^T x, [E, N] times [N, D]."""
+    inside = adds_in_product(x.device)
+    if weight.grad is None:
+        if inside:
+            weight.grad = torch.mm(y_bar.mT, x, out_dtype=weight.dtype)
         else:
-            total.add_(y_bar.mT @ x)
-        return
-    parts = y_bar.split([len(weight) for weight in weights], 1)
-    if any(weight.grad is not None for weight in weights):  # some, or not side by side
-        for weight, part in zip(weights, parts, strict=True):
-            _add_product([weight], part, x)
-        return
-    if adds_in_product(x.device):
-        total = torch.mm(y_bar.mT, x, out_dtype=weights[0].dtype)
+            weight.grad = (y_bar.mT @ x).to(weight.dtype)
+    elif inside:
+        torch.addmm(weight.grad, y_bar.mT, x, out_dtype=weight.dtype, out=weight.grad)
     else:
-        total = (y_bar.mT @ x).to(weights[0].dtype)
-    for weight, part in zip(weights, total.split([len(w) for w in weights]), strict=True):
-        weight.grad = part
+        weight.grad.add_(y_bar.mT @ x)
 
 
-def _together(weights: Sequence[nn.Parameter]) -> Tensor | None:
-    """The gradients of weights as one matrix, where they lie one behind the other in memory."""
-    grads = [weight.grad for weight in weights]
-    first = grads[0]
-    if first is None or len(grads) == 1:
-        return first
-    place = first.data_ptr()
-    memory = first.untyped_storage().data_ptr()
-    for each in grads:
-        if each is None or not each.is_contiguous() or each.data_ptr() != place:
-            return None
-        if each.untyped_storage().data_ptr() != memory:
-            return None
-        place += each.nbytes
-    height, width = sum(len(weight) for weight in weights), first.shape[1]
-    return first.as_strided((height, width), (width, 1))
+def _add_sum(bias: nn.Parameter, y_bar: Tensor) -> None:
+    """grad += the sum of the rows of y_bar [N, E]."""
+    total = y_bar.sum(0, dtype=bias.dtype)
+    bias.grad = total if bias.grad is None else bias.grad.add_(total)
 
 
 @cache
@@ -151,41 +124,82 @@ def adds_in_product(device: torch.device) -> bool:
     return bool((total == 17).all())
 
 
-class _LowLinear(torch.autograd.Function):
+class _LowLinears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: LowWeights, dual: bool, *masters: nn.Parameter) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, low: LowWeights, together: int, dual: bool, *masters: nn.Parameter
+    ) -> tuple[Tensor, ...]:
         if low.trained:
             ctx.save_for_backward(x)
         ctx.low, ctx.dual, ctx.shape = low, dual, x.shape
-        if not dual or low.bias is None:
-            return F.linear(x, low.weight, low.bias)
-        shift = torch.stack((low.bias, torch.zeros_like(low.bias)))
-        y = F.linear(x, low.weight)
-        return y + shift.view(2, *[1] * (y.dim() - 2), -1)
+        rows = low.rows[:together]
+        first = sum(rows)
+        bias = None if low.bias is None else low.bias[:first]
+        y = _affine(x, low.weight[:first], bias, dual)
+        ys = [y] if together == 1 else list(y.split(rows, -1))
+        for index in range(together, len(low.rows)):
+            bias = low.bias_parts[index] if low.biases else None
+            ys.append(_affine(x, low.parts[index], bias, dual))
+        return tuple(ys)
 
     @staticmethod
     @first_derivative("low_linear")
-    def backward(ctx: Any, y_bar: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *y_bars: Tensor) -> tuple[Tensor | None, ...]:
         low: LowWeights = ctx.low
-        # As a matrix once: each op costs the host, also one that moves nothing
-        rows = y_bar.reshape(-1, y_bar.shape[-1])
-        if low.trained:
-            (x,) = ctx.saved_tensors
-            low.add_gradients(rows, x.reshape(-1, x.shape[-1]), ctx.dual)
-        x_bar = (rows @ low.weight).view(ctx.shape) if ctx.needs_input_grad[0] else None
-        return x_bar, None, None, *[None] * (len(ctx.needs_input_grad) - 3)
+        x = ctx.saved_tensors[0].reshape(-1, ctx.shape[-1]) if low.trained else None
+        x_bar: Tensor | None = None
+        for index, y_bar in enumerate(y_bars):
+            bar = y_bar.reshape(-1, y_bar.shape[-1])
+            if x is not None:
+                _add_product(low.weights[index], bar, x)
+                if low.biases:  # a tangent has none
+                    _add_sum(low.biases[index], bar[: len(bar) // 2] if ctx.dual else bar)
+            if ctx.needs_input_grad[0]:
+                weight = low.parts[index]
+                x_bar = bar @ weight if x_bar is None else x_bar.addmm_(bar, weight)
+        others = [None] * (len(ctx.needs_input_grad) - 1)
+        return None if x_bar is None else x_bar.view(ctx.shape), *others
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, dual: bool) -> Tensor:
+    if not dual or bias is None:
+        return F.linear(x, weight, bias)
+    y = F.linear(x, weight)
+    shift = torch.stack((bias, torch.zeros_like(bias)))
+    return y + shift.view(2, *[1] * (y.dim() - 2), -1)
 
 
 def low_linear(x: Tensor, low: LowWeights, *, dual: bool = True) -> Tensor:
-    """x L^T + b of the copy; its backward adds to the `grad` of the weights and biases.
+    """x L^T + b of the copy of one map; its backward adds to the `grad` of weight and bias.
 
     Args:
         x: [2, ..., D], or [..., D] with `dual=False`; cast to the copy's dtype.
-        low: of rows [E, D].
+        low: the copy of one weight [E, D].
         dual: whether `x` is a stack of primal and tangent.
 
     Returns:
         [2, ..., E] or [..., E], in the copy's dtype.
+
+    Raises:
+        ValueError: the last dimension of x is not D.
+    """
+    (y,) = low_linears(x, low, 1, dual=dual)
+    return y
+
+
+def low_linears(
+    x: Tensor, low: LowWeights, together: int = 1, *, dual: bool = True
+) -> tuple[Tensor, ...]:
+    """`low_linear` of several maps of x, as one node of the graph.
+
+    Args:
+        x: as there.
+        low: the copy of all of them.
+        together: how many of the first are one product; their results are parts of its rows.
+        dual: as there.
+
+    Returns:
+        A result [.., E_i] for each map.
 
     Raises:
         ValueError: the last dimension of x is not D.
@@ -195,4 +209,4 @@ def low_linear(x: Tensor, low: LowWeights, *, dual: bool = True) -> Tensor:
             f"low_linear: x: expected [..., {low.weight.shape[1]}], got {list(x.shape)}"
         )
     masters = (*low.weights, *low.biases) if low.trained else ()
-    return _LowLinear.apply(x.to(low.weight.dtype), low, dual, *masters)
+    return _LowLinears.apply(x.to(low.weight.dtype), low, together, dual, *masters)

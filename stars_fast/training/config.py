@@ -45,6 +45,9 @@ ALIASES = {
 }
 """Names that mean one field: the published code's options, and last names of several fields."""
 
+FLAGS = ("resume", "dry_run", "help", "help_all")
+"""Options of `stars-fast train` that are no fields, for suggestions."""
+
 
 @dataclass
 class LoopConfig:
@@ -66,7 +69,8 @@ class LoopConfig:
     max_nonfinite: stop after so many non-finite steps in a row.
     reference_turns: the cost in the banner is relative to SFT at so many turns.
     device: auto is CUDA where there is one.
-    threads: CPU threads per process; none for PyTorch's choice.
+    threads: CPU threads per process; none for one with a small model on a CPU, else PyTorch's
+        choice, at most the cores that a container lends.
     compile: run the layers through torch.compile.
     deterministic: on a GPU too, the same bits each time, by kernels that add in a fixed order; an
         op that has none is an error. Slower, above all PyTorch's attention backward.
@@ -390,13 +394,15 @@ def parse_overrides(words: Sequence[str], base: Mapping[str, Any]) -> dict[str, 
             word.
     """
     values = _values(words)
-    chosen = {path: value for path, value in values if path in ("task", *CHOICES)}
+    chosen = {path: value for path, value in values if value and path in ("task", *CHOICES)}
     mapping = _nested(chosen)
     check_task(mapping)
     known = [*tree.leaves(config_class(*names_of(merge_settings(base, mapping)))), "task"]
     found: dict[str, tuple[str, str]] = {}
     for name, value in values:
         path = resolve(name, known)
+        if value is None:
+            raise ConfigError(f"--{name} needs a value")
         if path in found:
             before = " and ".join(f"--{each} {said}" for each, said in (found[path], (name, value)))
             raise ConfigError(f"{path} is given twice: {before}")
@@ -414,19 +420,18 @@ def _nested(values: Mapping[str, str]) -> dict[str, Any]:
     return mapping
 
 
-def _values(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and values in their order."""
-    found: list[tuple[str, str]] = []
+def _values(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Names and values in their order; None where none follows."""
+    found: list[tuple[str, str | None]] = []
     words = list(words)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             raise ConfigError(f"expected --field value, got {word!r}")
-        name, has_value, value = word[2:].partition("=")
+        name, has_value, said = word[2:].partition("=")
+        value: str | None = said
         if not has_value:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"--{name} needs a value")
-            value = words.pop(0)
+            value = words.pop(0) if words and not words[0].startswith("--") else None
         found.append(("model.family" if name == "family" else name.replace("-", "_"), value))
     return found
 
@@ -441,7 +446,7 @@ def resolve(name: str, known: Sequence[str]) -> str:
         return matches[0]
     if matches:
         raise ConfigError(f"--{name} is ambiguous: " + " or ".join(f"--{m}" for m in matches))
-    names = {*known, *(path.rpartition(".")[2] for path in known), *ALIASES}
+    names = {*known, *(path.rpartition(".")[2] for path in known), *ALIASES, *FLAGS}
     raise ConfigError(tree.unknown(name, names))
 
 

@@ -12,7 +12,8 @@ from stars_fast import fused_jsrr, looped_block
 from stars_fast.models.gpt import GPTBlock
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
-from stars_fast.models.low_layers import LowLayers, joint_low
+from stars_fast.models.low_forward import joint_low
+from stars_fast.models.low_layers import LowLayers
 from stars_fast.training.step.turns import by_layer, recomputed, run_turns
 
 pytest.importorskip("transformers")

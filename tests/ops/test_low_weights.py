@@ -4,13 +4,16 @@ in fp64, and gradients that are added up where they lie."""
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import relative_error
+from tolerances import OPS
 from torch import nn
 
-from stars_fast import ops
+from stars_fast import functional, ops
+from stars_fast.dual.tensor import Dual
 from stars_fast.ops import low_weights
 from stars_fast.ops.low_weights import LowWeights, refresh
 
-HEIGHTS = (3, 5)
+HEIGHTS = (3, 5, 2)
 
 
 def parameters(heights=HEIGHTS, width=4, bias=True, dtype=torch.float64):
@@ -47,31 +50,27 @@ def inside(request, monkeypatch):
     monkeypatch.setattr(low_weights, "adds_in_product", lambda device: True)
 
 
-def reference(weights, biases, xs, dual):
+def reference(weights, biases, x, dual):
     """Outputs by torch's own ops; the bias moves the primal alone."""
-    weight = torch.cat(list(weights))
-    ys = []
-    for x in xs:
-        y = F.linear(x, weight)
-        if biases:
-            bias = torch.cat(list(biases))
-            y = y + (torch.stack((bias, 0 * bias)).view(2, 1, 1, -1) if dual else bias)
-        ys.append(y)
+    ys = [F.linear(x, weight) for weight in weights]
+    for i, bias in enumerate(biases):
+        ys[i] = ys[i] + (torch.stack((bias, 0 * bias)).view(2, 1, 1, -1) if dual else bias)
     return ys
 
 
+@pytest.mark.parametrize("together", [1, 2, 3])
 @pytest.mark.parametrize("bias", [False, True], ids=["matrix", "bias"])
 @pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])
-def test_all_uses_add_to_the_gradients(inside, dual, bias):
+def test_all_uses_add_to_the_gradients(inside, dual, bias, together):
     """Three uses in two backward passes: the second adds to what the first left."""
     mine, other = parameters(bias=bias), parameters(bias=bias)
     low = copies(*mine)
     lead = (2, 2, 3) if dual else (2, 3)
     for _ in range(2):
         xs = [torch.randn(*lead, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-        bars = [torch.randn(*lead, 8, dtype=torch.float64) for _ in xs]
-        found = [ops.low_linear(x, low, dual=dual) for x in xs]
-        expected = reference(*other, xs, dual)
+        found = [y for x in xs for y in ops.low_linears(x, low, together, dual=dual)]
+        expected = [y for x in xs for y in reference(*other, x, dual)]
+        bars = [torch.randn_like(y) for y in expected]
         for y, z in zip(found, expected, strict=True):
             torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
         x_bars = torch.autograd.grad(expected, xs, bars, retain_graph=True)
@@ -83,28 +82,77 @@ def test_all_uses_add_to_the_gradients(inside, dual, bias):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_one_product_lie_together_or_apart(inside):
-    """Those that lie apart, as in DDP's buckets, or of which one is missing, get the same."""
-    x = torch.randn(6, 4, dtype=torch.float64)
-    found = []
-    for start in ("none", "together", "apart", "one"):
-        weights, _ = parameters(bias=False)
-        low = copies(weights, [])
-        sums = torch.zeros(8, 4, dtype=torch.float64)
-        if start == "together":
-            for weight, part in zip(weights, sums.split(HEIGHTS), strict=True):
-                weight.grad = part
-        elif start != "none":
-            weights[0].grad = torch.zeros_like(weights[0])
-        if start == "apart":
-            weights[1].grad = torch.zeros_like(weights[1])
-        before = [weight.grad for weight in weights]
-        ops.low_linear(x, low, dual=False).square().sum().backward()
-        for weight, grad in zip(weights, before, strict=True):
-            assert grad is None or weight.grad is grad
-        found.append(torch.cat([weight.grad for weight in weights]))
-    assert all(torch.allclose(each, found[0], rtol=1e-12) for each in found)
-    assert found[0].abs().sum() > 0
+def test_what_is_not_used_adds_nothing(inside):
+    weights, biases = parameters()
+    low = copies(weights, biases)
+    x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    first, *_ = ops.low_linears(x, low, 2, dual=False)
+    first.sum().backward()
+    torch.testing.assert_close(x.grad, weights[0].sum(0).expand(6, 4), rtol=1e-12, atol=1e-12)
+    assert weights[0].grad.abs().sum() > 0
+    assert all(p.grad is None or not p.grad.any() for p in (*weights[1:], *biases[1:]))
+
+
+def both_ways(mine, theirs, weights, others, width, dual):
+    """Hold values and every cotangent of a function of x and weights against another's."""
+    torch.manual_seed(1)
+    lead = (2, 2, 3) if dual else (2, 3)
+    x = torch.randn(*lead, width, dtype=torch.float64)
+    xs = [x.clone().requires_grad_() for _ in range(2)]
+    wraps = (Dual, Dual) if dual else (lambda x: x, lambda x: x)
+    results = []
+    for function, each, wrap in zip((mine, theirs), xs, wraps, strict=True):
+        ys = function(wrap(each))
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        results.append([y.stack if dual else y for y in ys])
+    bars = [torch.randn_like(y) for y in results[1]]
+    for ys in results:
+        torch.autograd.backward(ys, bars)
+    for y, z in zip(*results, strict=True):
+        assert relative_error(y, z) < OPS[torch.float64]
+    assert relative_error(xs[0].grad, xs[1].grad) < OPS[torch.float64]
+    for p, q in zip(weights, others, strict=True):
+        assert relative_error(p.grad, q.grad) < OPS[torch.float64]
+
+
+@pytest.fixture(params=[1, 2], ids=["apart", "together"])
+def neighbours(request, monkeypatch):
+    """Two neighbours as products of their own, or as one, as on CUDA."""
+    real = ops.low_linears
+
+    def forced(x, low, together, *, dual):
+        return real(x, low, request.param, dual=dual)
+
+    monkeypatch.setattr(ops, "low_linears", forced)
+
+
+@pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])
+def test_gates_through_a_copy(neighbours, dual):
+    (weights, _), (others, _) = (parameters((6, 6), 4, bias=False) for _ in range(2))
+    low = copies(weights, [])
+
+    def apart(x):
+        return functional.gated(*(functional.linear(x, weight) for weight in others), "silu")
+
+    both_ways(lambda x: functional.low_gated(x, low, "silu"), apart, weights, others, 4, dual)
+
+
+@pytest.mark.parametrize("dual", [False, True], ids=["plain", "dual"])
+@pytest.mark.parametrize("bias", [False, True], ids=["matrix", "bias"])
+def test_heads_through_a_copy(neighbours, bias, dual):
+    """Four heads of queries, two of keys and values."""
+    (weights, biases), (others, shifts) = (parameters((16, 8, 8), 6, bias) for _ in range(2))
+    low = copies(weights, biases)
+    angles = torch.randn(1, 3, 4, dtype=torch.float64)
+    tables = angles.cos(), angles.sin()
+    turned = tables, tables, None
+
+    def apart(x):
+        parts = zip(others, shifts or [None] * 3, turned, strict=True)
+        return tuple(functional.linear_heads(x, w, b, 4, t) for w, b, t in parts)
+
+    mine, theirs = [*weights, *biases], [*others, *shifts]
+    both_ways(lambda x: functional.low_heads(x, low, 4, tables), apart, mine, theirs, 6, dual)
 
 
 def test_a_part_is_the_map_alone():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
 from stars_fast.models.ouro.config import OURO_ACTIVATIONS, OuroConfig
-from stars_fast.models.plain_linear import gated_mlp, is_plain, project_heads, project_merged
+from stars_fast.models.plain_linear import gated_mlp, is_plain, project_attention, project_merged
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -64,9 +64,8 @@ class OuroAttention(nn.Module):
     def forward(self, x: Tensor, context: Context, turn: int) -> Tensor:
         context = context.on(x.device)
         tables = context.cos, context.sin
-        q = project_heads(self.q_proj, x, self.head_dim, tables)
-        k = project_heads(self.k_proj, x, self.head_dim, tables)
-        v = project_heads(self.v_proj, x, self.head_dim)
+        maps = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = project_attention(*maps, x, self.head_dim, tables)
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, context.rows)
         out = attend(self, q, k, v, context.visible[self.kind])

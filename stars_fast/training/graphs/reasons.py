@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -10,14 +10,11 @@ from stars_fast.models.families import family_named
 from stars_fast.training.graphs.recorder import recorder_for
 from stars_fast.training.step.methods import METHODS
 
-if TYPE_CHECKING:
-    from stars_fast.training.config import RunConfig
-
 CAPTURED_ATTENTION = ("sdpa", "eager")
 
 
-def reason_against(config: RunConfig) -> str | None:
-    """Why no device could capture the turns of a run; None where one might."""
+def reason_against(config: Any) -> str | None:
+    """Why no device could capture the turns of the run of a `RunConfig`; None where one might."""
     family = family_named(config.model.family)
     attention = getattr(config.model, "attention", "sdpa")
     penalty, loop = config.penalty, config.loop

@@ -1,4 +1,4 @@
-"""What captures a function and runs it again: CUDA graphs, or a stand-in on the CPU.
+"""Functions captured and run again: CUDA graphs, or a stand-in on the CPU.
 
 A function that can be captured reads tensors that stay where they are and writes to such; it asks
 no tensor for its values. The stand-in calls it again, so that all but the capture itself can be
@@ -28,8 +28,8 @@ class Recorder(ABC):
 
     @abstractmethod
     def record(self, run: Run) -> Run:
-        """What does again all that `run` does on the device. By itself this does not do it, or
-        need not; call the result.
+        """Capture a function: the result does again all that `run` does on the device. Until it is
+        called nothing is done, or need not be.
 
         Raises:
             RuntimeError: the function does what can't be captured.

@@ -1,5 +1,5 @@
-"""What a plan says of the host: whether the turns are CUDA graphs, and else how long rows must be
-for the GPU to be the limit."""
+"""The host in a plan: whether the turns are CUDA graphs, and else how long rows must be for the GPU
+to be the limit."""
 
 from __future__ import annotations
 

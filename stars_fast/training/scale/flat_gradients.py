@@ -16,7 +16,7 @@ from torch import nn
 from stars_fast.training.scale.distributed import World
 
 BYTES = 256 * 2**20
-"""Of a flat tensor at most, but for one parameter that is larger."""
+"""The most of a flat tensor, but for one parameter that is larger."""
 
 
 class FlatGradients:
