@@ -12,6 +12,7 @@ from typing import NamedTuple
 from benchmarks.gpu_stages import (
     addition,
     checks,
+    designs,
     norms,
     operations,
     published,
@@ -38,6 +39,7 @@ STAGES = {
     "steps": Stage(steps.steps, 95),
     "norms": Stage(norms.norms, 25, built=True),
     "ops": Stage(operations.operations, 40),
+    "designs": Stage(designs.designs, 25),
     "tiles": Stage(tiles.tiles, 35),
     "addition": Stage(addition.addition, 50),
     "published": Stage(published.published, 40),
