@@ -24,8 +24,9 @@ from stars_fast.ops.triton.attention_parts import Backward
 
 
 def statistics(q, k, mask, scale):
-    """The results of the forward for the backward: the largest product of a row, log2 of the sum of exp of the
-    logits over that, the mean of S_dot before the scale; and S, S_dot without the scale."""
+    """The results of the forward for the backward: the largest product of a row, log2 of the sum
+    of exp of the logits over that, the mean of S_dot before the scale; and S, S_dot without the
+    scale."""
     groups = q.shape[2] // k.shape[2]
     (q, q_dot), (k, k_dot) = q.double(), k.double().repeat_interleave(groups, 2)
     s, s_dot = q @ k.mT, q_dot @ k.mT + q @ k_dot.mT
