@@ -136,6 +136,20 @@ def test_python_examples(page, tmp_path, monkeypatch):
 
             tiny = write_tiny_huginn(tmp_path / "huginn")
             code = code.replace("tomg-group-umd/huginn-0125", str(tiny))
+        if "HuggingFaceTB/SmolLM2-135M" in code:
+            pytest.importorskip("transformers")
+            from decoder_models import decoder
+
+            from stars_fast.data.tiny_tokenizer import (
+                TINY_VOCABULARY,
+                train_tokenizer,
+                write_tokenizer,
+            )
+
+            tiny = tmp_path / "smollm"
+            decoder("llama", torch.float32, num_hidden_layers=30).save_pretrained(tiny)
+            write_tokenizer(tiny, train_tokenizer(TINY_VOCABULARY), 256)
+            code = code.replace("HuggingFaceTB/SmolLM2-135M", str(tiny))
         if "TinyLlama" in code:
             pytest.importorskip("transformers")
             from decoder_models import decoder
