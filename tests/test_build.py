@@ -79,7 +79,8 @@ def test_wheel_with_kernels_loads_in_a_fresh_environment(tree, tmp_path):
     compiler.chmod(0o755)
     done = build(tree, STARS_FAST_BUILD="cpu", CXX=str(compiler))
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"-c \S*/ops\.cpp", called.read_text())) == 1  # not once more for the wheel
+    # Not once more for the wheel
+    assert len(re.findall(r"-c \S*/ops\.cpp", called.read_text())) == 1
     wheel, site, python = installed(tree, tmp_path)
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     used = run(python, USE, tmp_path)
