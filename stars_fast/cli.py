@@ -18,7 +18,7 @@ _EXAMPLES = """\
 examples:
   stars-fast recipes
   stars-fast train addition-quick
-  stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
+  stars-fast train addition-quick-stars --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
   stars-fast analyze runs/weak runs/addition-quick

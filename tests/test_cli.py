@@ -167,7 +167,10 @@ def test_bash_completes_commands_recipes_fields_and_paths(here, capsys):
         return done.stdout.split()
 
     assert {"train", "eval", "recipes", "completion"} <= set(completed("stars-fast", "''"))
-    assert completed("stars-fast", "train", "addition-quick-s") == ["addition-quick-sft"]
+    assert completed("stars-fast", "train", "addition-quick-s") == [
+        "addition-quick-sft",
+        "addition-quick-stars",
+    ]
     weights = completed("stars-fast", "train", "x", "--penalty.wei")
     assert weights == ["--penalty.weight", "--penalty.weighting"]
     assert completed("stars-fast", "eval", "tin") == ["tiny.yaml"]

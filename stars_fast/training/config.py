@@ -21,6 +21,7 @@ from stars_fast.data.kinds import kind_named
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import family_named
 from stars_fast.models.lora import LoraConfig
+from stars_fast.training.graphs.reasons import reason_against
 from stars_fast.training.recipes import read_recipe
 from stars_fast.training.run.eval_config import (
     EvalConfig,
@@ -73,6 +74,8 @@ class LoopConfig:
     compile: run the layers through torch.compile.
     deterministic: on a GPU too, the same bits each time, by kernels that add in a fixed order; an
         op that has none is an error. Slower, above all PyTorch's attention backward.
+    graphs: turns and penalty as CUDA graphs, one pair for each number of turns, in rows of one
+        length: where a run can have them (auto), or else an error (on), or never (off).
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
     project: of wandb and trackio.
@@ -94,6 +97,7 @@ class LoopConfig:
     threads: int | None = None
     compile: bool = False
     deterministic: bool = False
+    graphs: Literal["auto", "on", "off"] = "auto"
     report_to: tuple[str, ...] = ("tensorboard",)
     project: str = "stars-fast"
 
@@ -124,6 +128,8 @@ class LoopConfig:
                 raise ValueError(f"{name}: expected at least 1 or none, got {getattr(self, name)}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: expected auto, cpu or cuda, got {self.device!r}")
+        if self.graphs not in ("auto", "on", "off"):
+            raise ValueError(f"graphs: expected auto, on or off, got {self.graphs!r}")
         if unknown := sorted(set(self.report_to) - set(TRACKERS)):
             raise ValueError(f"report_to: expected some of {', '.join(TRACKERS)}, got {unknown}")
 
@@ -306,6 +312,8 @@ def _check_together(config: Any) -> None:
     RunConfig.__post_init__(config)
     family, kind = family_named(config.model.family), kind_named(config.data.kind)
     sharded = config.parallel.sharded
+    if config.train.graphs == "on" and (why := reason_against(config)):
+        raise ConfigError(f"train.graphs: expected auto or off, got on: {why}")
     if config.method == "one-step" and not family.injects(config.model):
         raise ConfigError(
             "method: expected another than one-step for turns that take in nothing but the state: "

@@ -168,6 +168,7 @@ class LoopedDecoderFamily(Family):
     model_type = "looped_decoder"
     section = LoopedDecoderSection
     packs = True
+    captures = False  # layers of another library
     causal_lm = True
     code = "modeling_looped_decoder_portable"
 

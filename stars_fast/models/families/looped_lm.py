@@ -150,6 +150,7 @@ class LoopedFamily(Family):
             vocabulary=section.vocab_size,
             tied=True,
             native=False,
+            injection=2 * d**2 if section.injection == "adapter" else 0,
         )
 
     def start(self, section: LoopedSection, dtype: torch.dtype, seed: int) -> tuple[LoopedLM, Any]:

@@ -23,6 +23,7 @@ from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, t
 from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
 from stars_fast.models.ouro.loading import GATE_KEYS, check_loaded, set_stop
 from stars_fast.models.ouro.rotary import Rotary
+from stars_fast.tokens import Tokens
 
 
 @dataclass
@@ -129,6 +130,7 @@ class OuroModel(OuroPreTrainedModel):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
+        tokens: Tokens | None = None,
     ) -> Context:
         """The context of one call's turns; arguments and errors as `context.make_context`."""
         return make_context(
@@ -139,6 +141,7 @@ class OuroModel(OuroPreTrainedModel):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             cache=cache,
+            tokens=tokens,
         )
 
     def turn(self, h: Tensor, context: Context, index: int = 0) -> Tensor:

@@ -50,7 +50,8 @@ LIMITS = {
 
 
 class Run(NamedTuple):
-    """A recipe, read for a number of GPUs; `micro` are the rows of a micro-batch."""
+    """A recipe, read for a number of GPUs; `micro` are the rows of a micro-batch, `captured` the
+    part of the micro-batches that are CUDA graphs, for which the host takes no time."""
 
     config: Any
     shape: Shape
@@ -58,6 +59,7 @@ class Run(NamedTuple):
     gpus: Gpus
     machine: Machine
     micro: int
+    captured: float = 0.0
 
     @property
     def lengths(self) -> list[float]:
@@ -90,7 +92,9 @@ def way(run: Run, chances: list[tuple[int, float]], steps: int | None, penalised
         total, needed = total + found * chance, needed + chance * flops
         overlap += chance * last
     window = run.config.train.accumulation
-    total = total * window + _update(run)
+    total = replace(total, host=total.host * (1 - run.captured)) * window + _update(run)
+    # Beside graphs gradients travel after the last backward
+    overlap *= run.captured == 0
     return _told(run, total, needed * window, _network(run, chances, overlap), steps)
 
 

@@ -21,6 +21,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
 from stars_fast.models.families import family_named
 from stars_fast.training.config import RunConfig
+from stars_fast.training.graphs.set_up import refused, set_up_graphs
 from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
@@ -145,6 +146,7 @@ def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> N
     if config.parallel.kind == "hsdp":
         config.parallel.copies(world)
     check_trackers(config.train.report_to)
+    refused(config, world)
 
 
 class Trainer:
@@ -185,9 +187,11 @@ class Trainer:
         self.model = task.loop.model
         loss = StepLoss(task.loop, config)
         self.penalty = loss.penalty
-        self.step_loss = parallelise(
-            loss, task.loop.layers, config.parallel, config.precision, world
+        wrap = partial(
+            parallelise, loss, task.loop.layers, config.parallel, config.precision, world
         )
+        captures = refused(config, world) is None
+        self.step_loss = loss if captures else wrap()
         if config.train.compile:
             for layer in task.loop.layers:
                 layer.compile()
@@ -219,9 +223,15 @@ class Trainer:
         self.begins_again = resume and folder.environment.exists() and not self.step
         if resume and folder.config.exists() and world.first:
             self.notes += changed_settings(folder, given, self.step, len(task.data.source))
+        set_up = set_up_graphs(
+            loss, self.batches, config, world, task.packs, lambda text: self.say(text)
+        )
+        self.notes += set_up.notes
+        if captures and loss.gradients is None:
+            self.step_loss = wrap()
         if config.memory.recompute != "none":
             self.notes += fit_memory(
-                self.step_loss, loss, self.optimizer, self.batches, config, world
+                self.step_loss, loss, self.optimizer, self.batches, config, world, set_up.beside
             )
         self.size = _step_size(self.batches.host_window(0), world)
         self.outside = task.loop.outside_block(self.size.supervised)

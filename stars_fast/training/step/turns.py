@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stars_fast.base.capturing import capturing
 from stars_fast.models.loop import Turn
 from stars_fast.ops.selective import selective
 
@@ -18,8 +19,11 @@ RunLayer = Callable[..., Any]
 TurnByLayer = Callable[[RunLayer], Turn]
 """The turn whose layers are each run by a given `RunLayer`."""
 
-recomputed: RunLayer = partial(checkpoint, use_reentrant=False)
-"""`layer(*args)`, of which the backward keeps the inputs alone; random draws are repeated."""
+
+def recomputed(layer: Any, *args: Any) -> Any:
+    """`layer(*args)`, of which the backward keeps the inputs alone; random draws are repeated, but
+    in a CUDA graph, which can't ask the generators for their state."""
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=not capturing())
 
 
 class Recompute(NamedTuple):

@@ -19,14 +19,15 @@ pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 from gluon_emulator import Emulated, Race, Stuck
 
+from stars_fast.ops.triton import attention_backward
 from stars_fast.ops.triton import attention_warpgroups as kernels
+from stars_fast.ops.triton.attention import attention
 from stars_fast.ops.triton.attention_parts import Backward
 
 
 def statistics(q, k, mask, scale):
-    """The results of the forward for the backward: the largest product of a row, log2 of the sum
-    of exp of the logits over that, the mean of S_dot before the scale; and S, S_dot without the
-    scale."""
+    """The rows that the forward hands over: the largest product of a row with log2 of the sum of
+    exp of the logits over that, [2, B, H, S]; the mean of S_dot before the scale."""
     groups = q.shape[2] // k.shape[2]
     (q, q_dot), (k, k_dot) = q.double(), k.double().repeat_interleave(groups, 2)
     s, s_dot = q @ k.mT, q_dot @ k.mT + q @ k_dot.mT
@@ -40,7 +41,7 @@ def statistics(q, k, mask, scale):
 
 def both(shape, spans=None, causal=False, dtype=torch.float32, seed=0, broken=None):
     """For each of the cotangents: the kernel's gradients, the reference's; and the kernel."""
-    q, k, v = inputs(*shape, dtype)
+    q, k, v = (x.cpu() for x in inputs(*shape, dtype))
     keys, scale = k.shape[3], q.shape[-1] ** -0.5
     key_spans = None
     mask = torch.ones(q.shape[3], keys, dtype=torch.bool)[None, None]
@@ -91,7 +92,7 @@ def test_gradients_are_the_reference_s_by_15_products_a_tile(case):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bits_err_as_pytorch_does(dtype):
     shape = (1, 2, 1, 100, 100, 64)
-    q, k, v = inputs(*shape, dtype)
+    q, k, v = (x.cpu() for x in inputs(*shape, dtype))
     bars = cotangents(q.shape, 9, dtype, "cpu")
     _, eager = results(q, k, v, None, True, 0.125, bars)
     for (mine, theirs, _), plain in zip(both(shape, None, True, dtype), eager, strict=True):
@@ -99,6 +100,43 @@ def test_16_bits_err_as_pytorch_does(dtype):
             for half in range(2):
                 # Halves that vanish for one of the cotangents are 0 in both.
                 assert error(x[half], y[half]) <= 2 * error(z[half], y[half])
+
+
+def test_only_who_asks_for_it_gets_it_for_16_bit_heads_on_sm_90(monkeypatch):
+    q = torch.zeros(2, 1, 1, 3, 128, dtype=torch.bfloat16)
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(attention_backward, "architecture", lambda device: "sm_90")
+    assert attention_backward.design(q) != "warpgroups"
+    monkeypatch.setenv(attention_backward.OVERRIDE, "warpgroups")
+    assert attention_backward.design(q) == "warpgroups"
+    for other in (q.float(), q[..., :20], torch.cat((q, q), -1)):
+        assert attention_backward.design(other) == "split"
+    torch.use_deterministic_algorithms(True)
+    assert attention_backward.design(q) == "split"
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(attention_backward, "architecture", lambda device: "sm_80")
+    assert attention_backward.design(q) == "split"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_sm_90_the_kernel_agrees_with_the_split_ones(case):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for sm_90")
+    shape, causal, spans, _ = CASES[case]
+    q, k, v = inputs(*shape, torch.bfloat16)
+    grad = torch.randn_like(q)
+    of_spans = None, None
+    if spans is not None:
+        of_spans = spans.cuda(), key_spans_of(spans, k.shape[3]).cuda()
+    setting = *of_spans, causal, q.shape[-1] ** -0.5
+    arguments = grad, q, k, v, *attention(q, k, v, *setting), *setting
+    split = attention_backward.backward_by("split", *arguments)
+    for mine, theirs in zip(
+        attention_backward.backward_by("warpgroups", *arguments), split, strict=True
+    ):
+        # Each within its bound of one truth.
+        assert error(mine, theirs.double()) <= 2 * ATTENTION[torch.bfloat16]
 
 
 def test_a_projection_split_into_heads_is_not_copied_and_what_hardware_refuses_is():

@@ -50,6 +50,8 @@ def test_15_products_4_full_waits_nothing_serialised():
     # A product is as many instructions as it has 16 columns of its left side: 6 of 128, 9 of 64.
     assert row["hgmma"] == 6 * 8 + 9 * 4
     assert not row["serialised"]
+    # What the emulator takes for granted: one thread arrives for a side whose warps have met.
+    assert row["alone"] == 0
     assert row["shared"] <= SHARED_LIMIT["sm_90"]
     assert row["spill_stores"] <= SPILL_LIMIT
     assert row["spill_loads"] <= SPILL_LIMIT

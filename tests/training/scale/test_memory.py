@@ -475,7 +475,7 @@ def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
     monkeypatch.setattr(fit_memory, "activation_budget", lambda *args: asked.append(args[-2]))
     micro_batch = SimpleNamespace(tokens=torch.zeros(4))
     batches = SimpleNamespace(window=lambda step: [micro_batch], most_tokens=4)
-    config, world = load_config("addition-quick", []), World(0, 1, torch.device("cpu"))
+    config, world = load_config("addition-quick-stars", []), World(0, 1, torch.device("cpu"))
     loss = StepLoss()
     fit_memory.fit_memory(loss, loss, None, batches, config, world)
     assert asked == [wrapped]
