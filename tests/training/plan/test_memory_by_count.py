@@ -8,6 +8,7 @@ from stars_fast.data.batches import Batches
 from stars_fast.data.documents import PaddedChats
 from stars_fast.models.families import family_named
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
+from stars_fast.models.ouro import layers
 from stars_fast.training.config import load_config
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import cards
@@ -41,7 +42,8 @@ def loop():
 
 
 @pytest.mark.parametrize("precision", ["mixed", "float32"])
-def test_what_a_micro_batch_keeps_is_what_was_counted(loop, precision):
+def test_what_a_micro_batch_keeps_is_what_was_counted(loop, precision, monkeypatch):
+    monkeypatch.setattr(layers, "CHAINED_ON", {"cpu"})  # as a GPU has it
     words = ["--model.width", "64", "--model.layers", "3", "--precision", precision]
     config = load_config("ouro-tiny", [*words, "--train.accumulation", "2"])
     (batch,) = Batches(PaddedChats(Alike(), 0), 0, 8).window(0)
