@@ -38,7 +38,7 @@ KNOBS = (
     ("and gathered layer by layer", "--parallel.kind fsdp --parallel.reshard true"),
     ("adapters alone (LoRA)", "--lora.rank 16"),
 )
-"""What is changed, and the words of the command line that change it."""
+"""Changes, and the words of the command line that make them."""
 
 HEAD = ("change", "options", "s a step", "over the recipe", "GiB a GPU", "limit")
 
