@@ -55,7 +55,7 @@ from stars_fast.ops.triton.attention_parts import (
 )
 
 place = gluon.jit(attention_parts.place.fn)
-# Named anew in Triton 3.7.
+# Named anew in Triton 3.8.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
