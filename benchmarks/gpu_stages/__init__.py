@@ -36,7 +36,7 @@ STAGES = {
     "smoke": Stage(smoke.smoke, 75),
     "kernels": Stage(checks.kernels, 45),
     "turns": Stage(turns.turns, 75),
-    "steps": Stage(steps.steps, 95),
+    "steps": Stage(steps.steps, 115),
     "norms": Stage(norms.norms, 25, built=True),
     "ops": Stage(operations.operations, 40),
     "designs": Stage(designs.designs, 25),
