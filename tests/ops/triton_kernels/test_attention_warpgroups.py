@@ -39,9 +39,12 @@ def statistics(q, k, mask, scale):
     return torch.stack((top, total.log2())), mu
 
 
-def both(shape, spans=None, causal=False, dtype=torch.float32, seed=0, broken=None):
-    """For each of the cotangents: the kernel's gradients, the reference's; and the kernel."""
+def both(shape, spans=None, causal=False, dtype=torch.float32, seed=0, broken=None, far=False):
+    """For each of the cotangents: the kernel's gradients, the reference's; and the kernel. With
+    `far` all logits are below -1,000."""
     q, k, v = (x.cpu() for x in inputs(*shape, dtype))
+    if far:
+        q, k = 20 + q, -20 - k
     keys, scale = k.shape[3], q.shape[-1] ** -0.5
     key_spans = None
     mask = torch.ones(q.shape[3], keys, dtype=torch.bool)[None, None]
@@ -87,6 +90,16 @@ def test_gradients_are_the_reference_s_by_15_products_a_tile(case):
         for x, y in zip(mine, theirs, strict=True):
             for half in range(2):
                 assert error(x[half], y[half]) <= ATTENTION[torch.float32]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_are_not_there_have_no_weight(causal):
+    """Copies make them 0, so their logits are 0 and not far below, as those of the others."""
+    for mine, theirs, _ in both((1, 1, 1, 70, 1, 16), None, causal, far=True):
+        for x, y in zip(mine, theirs, strict=True):
+            for half in range(2):
+                # The largest product, 7,000, is rounded to fp32: by up to 2^-12 beside S in fp64.
+                assert error(x[half], y[half]) <= 2**-11
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
