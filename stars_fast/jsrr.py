@@ -165,7 +165,8 @@ def fused_jsrr(
         mask: [B, S], boolean or 0/1, True for real tokens: v is zero on the others and they do not
             count in the norm. It is not handed to `block`.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row,
-            each with its own v and its own norm. It is not handed to `block`.
+            each with its own v and its own norm. It is not handed to `block`. A row may end in
+            pads, by `mask` [1, total]: documents of pads alone do not count.
         power_steps: v <- J v / ||J v||, this many times; the last gives the loss. All are with one
             J: of a block in training mode, with the dropout masks and buffers of one forward.
         through_power_steps: differentiate through the earlier power steps too.

@@ -78,6 +78,13 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "--steps", "3"], "usage: stars-fast train RECIPE"),
         (["train", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
         (["train", "tiny.yaml", "--stpes", "3"], "did you mean steps?"),
+        (["train", "tiny.yaml", "--stpes"], "did you mean steps?"),
+        (["train", "tiny.yaml", "--steps"], "--steps needs a value"),
+        (["train", "tiny.yaml", "--resme"], "did you mean resume?"),
+        (["trian", "tiny.yaml"], "did you mean train?"),
+        (["eval", "tiny", "--turn", "1", "--limt", "3"], "did you mean --limit?"),
+        (["recipes", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
+        (["runs", "."], ".: expected a run folder, or a folder of some"),
         (["train", "tiny.yaml", "--batch_size", "15", "--accumulation", "2"], "multiple of"),
         (["train", "tiny.yaml", "--train_samples", "100000"], "train_samples"),
         (["train", "tiny.yaml", "--train_file", "none.jsonl"], "none.jsonl"),
@@ -114,7 +121,7 @@ def test_an_interrupted_run_exits_with_128_and_the_signal(here, monkeypatch, num
 
 
 def test_help_names_every_field_with_default_and_meaning(capsys):
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     said = capsys.readouterr().out
     assert "--penalty.weight float\n      lambda, once the start" in said
     assert "(default 0.1)" in said
@@ -160,7 +167,10 @@ def test_bash_completes_commands_recipes_fields_and_paths(here, capsys):
         return done.stdout.split()
 
     assert {"train", "eval", "recipes", "completion"} <= set(completed("stars-fast", "''"))
-    assert completed("stars-fast", "train", "addition-quick-s") == ["addition-quick-sft"]
+    assert completed("stars-fast", "train", "addition-quick-s") == [
+        "addition-quick-sft",
+        "addition-quick-stars",
+    ]
     weights = completed("stars-fast", "train", "x", "--penalty.wei")
     assert weights == ["--penalty.weight", "--penalty.weighting"]
     assert completed("stars-fast", "eval", "tin") == ["tiny.yaml"]
@@ -199,11 +209,11 @@ def test_who_stops_reading_ends_it_quietly(here, trained, words):
 
 
 def test_another_broken_pipe_is_no_quiet_end(monkeypatch):
-    from stars_fast import cli
+    from stars_fast.commands import recipes
 
-    def breaks(args):
+    def breaks(words):
         raise BrokenPipeError("a worker has died")
 
-    monkeypatch.setattr(cli, "_recipes", breaks)
+    monkeypatch.setattr(recipes, "main", breaks)
     with pytest.raises(BrokenPipeError, match="a worker has died"):
-        cli.main(["recipes"])
+        main(["recipes"])

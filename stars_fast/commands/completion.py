@@ -6,7 +6,7 @@ from typing import Literal, get_args, get_origin
 from stars_fast.base import tree
 from stars_fast.base.optional import need
 from stars_fast.base.options import Parser
-from stars_fast.commands import analyze, eval
+from stars_fast.commands import analyze, eval, recipes, runs
 from stars_fast.training.config import config_class
 from stars_fast.training.recipes import recipe_names
 
@@ -28,8 +28,12 @@ def options() -> dict[str, Parser]:
     for name in ("--table", "--json"):
         plan.add_argument(name, action="store_true")
     train = _fields("stars-fast train")
-    train.add_argument("--resume", action="store_true")
-    return {"train": train, "plan": plan, "eval": eval.parser(), "analyze": analyze.parser()}
+    for name in ("--resume", "--dry-run", "--help-all"):
+        train.add_argument(name, action="store_true")
+    found = {"train": train, "plan": plan}
+    for module in (eval, analyze, recipes, runs):
+        found[module.__name__.rpartition(".")[2]] = module.parser()
+    return found
 
 
 def _fields(name: str) -> Parser:

@@ -114,9 +114,24 @@ class Design(NamedTuple):
     takes: Callable[[Tensor], bool]
 
 
+def _warpgroups(given: Backward, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> None:
+    # Here, because no other design needs Gluon, which Triton calls experimental.
+    from stars_fast.ops.triton.attention_warpgroups import warpgroups
+
+    warpgroups(given, q_grad, k_grad, v_grad)
+
+
+def _takes_warpgroups(q: Tensor) -> bool:
+    """sm_90, and 16-bit heads up to 128 wide in rows of whole 16 bytes."""
+    width = q.shape[-1]
+    fits = width <= 128 and width % 8 == 0 and q.dtype in (torch.float16, torch.bfloat16)
+    return fits and architecture(q.device) == "sm_90"
+
+
 DESIGNS = {
     "split": Design(split, True, lambda q: True),
     "fused": Design(fused, False, takes_fused),
+    "warpgroups": Design(_warpgroups, False, _takes_warpgroups),
 }
 # By architecture; "split" where an architecture is not named or the design does not take a tensor.
 # None is named until it has been measured: for sm_80 a model of the compiled loops predicts that
