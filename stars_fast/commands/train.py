@@ -27,7 +27,7 @@ RECIPE      a recipe of the package (stars-fast recipes), a YAML file, or a run 
 _EXAMPLES = """\
 examples:
   stars-fast train addition-quick --help
-  stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
+  stars-fast train addition-quick-stars --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast train ouro-numina-fast --dry-run
   torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina-fast"""
