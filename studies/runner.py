@@ -108,7 +108,9 @@ class Remaining:
         if not self.done:
             return ""
         left = sum(self.costs.values()) * self.seconds / self.done
-        return f"; about {duration(left)} left for {len(self.costs)} runs"
+        return (
+            f"; about {duration(left)} left for {len(self.costs)} run{'s' * (len(self.costs) > 1)}"
+        )
 
     def end(self, run: StudyRun) -> None:
         """Note that `run` is trained and judged."""

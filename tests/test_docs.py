@@ -75,6 +75,21 @@ def test_the_search_works_from_a_disk(site):
         assert (page.parent / address).exists()
 
 
+def test_the_table_of_knobs_is_counted(site):
+    page = (site / "guides" / "knobs.html").read_text()
+    assert "<!-- knobs -->" not in page
+    assert page.count("tensor cores") > 5
+    assert "--train.backprop_turns 4" in page
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code():
+    code = " ".join(path.read_text() for path in (ROOT / "stars_fast").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a message goes over several lines
+    found = re.findall(r"(?m)^\| `([^`]+)`", (DOCS / "errors.md").read_text())
+    assert len(found) > 25
+    assert not [message for message in found if message not in code]
+
+
 def test_formulas_are_mathml(site):
     assert (site / "mathematics.html").read_text().count("<math") > 100
     for page in site.rglob("*.html"):

@@ -14,8 +14,8 @@ def runs(tmp_path, monkeypatch):
     """Three runs in runs/: one done, one half-way, one of chats."""
     monkeypatch.chdir(tmp_path)
     made = {
-        "strong": ["addition-quick", "--penalty.weight", "0.5"],
-        "weak": ["addition-quick", "--penalty.weight", "0.05"],
+        "strong": ["addition-quick-stars", "--penalty.weight", "0.5"],
+        "weak": ["addition-quick-stars", "--penalty.weight", "0.05"],
         "study/chats": ["ouro-tiny"],
     }
     for name, (recipe, *words) in made.items():
@@ -59,7 +59,7 @@ def test_a_damaged_result_is_named(runs, capsys):
 def test_a_recipe_resolved_is_a_recipe(capsys, more):
     assert main(["recipes", "addition-quick-sft", *more]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("# addition-quick-sft on addition-quick: ")
+    assert text.startswith("# addition-quick-sft on addition-quick-stars: ")
     shown = parse_yaml(text)
     assert ("parallel" in shown) == bool(more)
     assert config_from({"name": "addition-quick-sft", **shown}) == load_config("addition-quick-sft")

@@ -54,7 +54,16 @@ def test_a_dry_run_makes_nothing(capsys, tmp_path, monkeypatch, recipe):
 
 def test_a_dry_run_counts_as_the_run_does(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["train", "addition-quick", "--steps", "2", "--eval.turns", "none", "--start_step", "1"]
+    words = [
+        "train",
+        "addition-quick-stars",
+        "--steps",
+        "2",
+        "--eval.turns",
+        "none",
+        "--start_step",
+        "1",
+    ]
     dry = said(capsys, *words, "--dry-run")
     assert main(words) == 0
     told = capsys.readouterr().err

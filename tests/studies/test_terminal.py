@@ -50,7 +50,7 @@ def test_the_rest_of_a_study_is_told_by_the_turns_of_its_runs(monkeypatch, tmp_p
     assert left.begin(runs[1]) == "; about 5m00s left for 2 runs"
     clock[0] = 240.0
     left.end(runs[1])
-    assert left.begin(runs[2]) == "; about 4m00s left for 1 runs"
+    assert left.begin(runs[2]) == "; about 4m00s left for 1 run"
 
 
 def test_a_run_whose_steps_follow_from_its_data_counts_as_one(tmp_path):

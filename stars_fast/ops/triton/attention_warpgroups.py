@@ -318,7 +318,11 @@ def _key_side(
     _store_pair(k_grad, k_bar * scale, k_dot_bar * scale, batch, head, row, q_tiles, 0)
 
 
-@gluon.jit(do_not_specialize=VARYING)
+@gluon.jit(
+    do_not_specialize=VARYING,
+    # Of halves of tensors, whose address is a multiple of 16 bytes or not by the length.
+    do_not_specialize_on_alignment=["tops", "log_sums", "mu", "d", "d_dot"],
+)
 def _backward(
     q,
     k,

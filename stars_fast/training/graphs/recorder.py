@@ -7,6 +7,7 @@ tested without a GPU.
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,12 +53,17 @@ class CudaRecorder(Recorder):
         here.wait_stream(self._stream)
 
     def record(self, run: Run) -> Run:
-        graph = torch.cuda.CUDAGraph()
-        # Other threads go on meanwhile: one pins the next batch, NCCL's looks at its events
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        gc.collect()  # what was run op by op before may hold memory in circles
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Other threads go on meanwhile: one pins the next batch, NCCL's looks at its events
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                run()
+        except BaseException:
+            torch.cuda.set_stream(here)  # which `torch.cuda.graph` leaves undone after an error
+            raise
         return graph.replay
 
 

@@ -2,22 +2,26 @@
 
 import pytest
 import torch
-from compiled import SHARED_LIMIT, compiled
+from compiled import SHARED_LIMIT, compiled, variants
 
 pytest.importorskip("triton.experimental.gluon.nvidia.hopper")
 
 pytestmark = pytest.mark.slow  # compiles
 
 
-def launches(dtype, width, mode, group):
+def launches(dtype, width, mode, group, lengths=(1000,)):
     def launch():
+        for length in lengths:
+            launch_one(length)
+
+    def launch_one(length):
         from stars_fast.ops.triton.attention_parts import Backward
         from stars_fast.ops.triton.attention_warpgroups import warpgroups
 
         def empty(*shape, dtype=dtype):
             return torch.empty(shape, dtype=dtype, device="meta")
 
-        heads, kv_heads, length = 4, 4 // group, 1000
+        heads, kv_heads = 4, 4 // group
         fused = empty(2, 1, length, heads + 2 * kv_heads, width).transpose(2, 3)
         q, k, v = fused.split([heads, kv_heads, kv_heads], 2)
         rows = empty(2, 1, heads, length, dtype=torch.float32)
@@ -36,6 +40,10 @@ CASES = {
     "D128-causal-bf16": launches(torch.bfloat16, 128, "causal", 1),
     "D128-full-fp16": launches(torch.float16, 128, "full", 1),
     "D64-spans-bf16": launches(torch.bfloat16, 64, "spans", 1),
+    # Only counted.
+    "lengths": launches(
+        torch.bfloat16, 128, "spans", 4, (1, 2, 3, 16, 17, 1000, 1001, 4096, 2**20)
+    ),
 }
 # Bytes a thread: addresses and counts, read again once a tile, and no part of a sum. The most is
 # that of Triton 3.9, 248 stores and 332 loads; that of 3.6 is 72 and 76.
@@ -57,3 +65,7 @@ def test_15_products_4_full_waits_nothing_serialised():
     assert row["spill_loads"] <= SPILL_LIMIT
     # Of 12 warps, when they start.
     assert row["registers"] == 168
+
+
+def test_lengths_do_not_multiply_the_kernels():
+    assert variants("test_attention_warpgroups_compiled", "^lengths$") == {"_backward": 1}

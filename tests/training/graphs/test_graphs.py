@@ -21,12 +21,17 @@ from stars_fast.data.fixed_shape import fixed_shape
 from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.training.graphs.graphs import Graphs
 from stars_fast.training.graphs.kinds import Key, chances, worth_capturing
-from stars_fast.training.graphs.recorder import Recorder, StandIn
+from stars_fast.training.graphs.recorder import Recorder, StandIn, recorder_for
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.scale.fit_memory import fit_memory
 from stars_fast.training.scale.flat_gradients import FlatGradients
+from stars_fast.training.scale.memory import extra_turns
+from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.train_step import StepLoss, StepPlan
 from stars_fast.training.step.turns import Recompute
 
 CPU = torch.device("cpu")
+ALONE = World(0, 1, CPU)
 ROW = 24
 LAST = {"at": "last", "detach": False}
 
@@ -307,3 +312,56 @@ def test_a_backward_after_another_forward_is_an_error(trained):
     loss(other, plan, 3, 1)
     with pytest.raises(RuntimeError, match="another micro-batch of as many turns"):
         first.backward()
+
+
+def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
+    """CUDA by its names alone: `torch.cuda.graph` does not leave its stream after an error."""
+    now = ["main"]
+
+    class Capture:
+        def __init__(self, graph, pool=None, stream=None, capture_error_mode="global"):
+            assert (pool, stream, capture_error_mode) == ("pool", "own", "thread_local")
+            self.stream = stream
+
+        def __enter__(self):
+            self.before, now[0] = now[0], self.stream
+
+        def __exit__(self, error, *_):
+            if error is not None:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            now[0] = self.before
+
+    class Graph:
+        def replay(self):
+            assert now == ["main"]
+
+    for name, value in {
+        "graph_pool_handle": lambda: "pool", "Stream": lambda device: "own", "graph": Capture,
+        "CUDAGraph": Graph, "current_stream": lambda: now[0],
+        "set_stream": lambda stream: now.__setitem__(0, stream),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    recorder = recorder_for(torch.device("cuda"))
+    ran = []
+    recorder.record(lambda: ran.append(now[0]))()
+    assert ran == ["own"]
+
+    def fails():
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="during capture"):
+        recorder.record(fails)
+    assert now == ["main"]
+
+
+def test_what_runs_beside_graphs_has_its_own_part_of_the_memory(trained):
+    loss = trained(memory={"budget": 1e-3})
+    config = loss.config
+    batches = Batches(chats(), 0, 2)
+    optimizer = make_optimizer(config.optim, loss)
+    lines = fit_memory(loss, loss, optimizer, batches, config, ALONE)
+    whole = {turns: loss.recompute(turns, True) for turns in (2, 4)}
+    fit_memory(loss, loss, optimizer, batches, config, ALONE, {(4, True)})
+    assert "of 0.00 GiB" in lines[0]
+    assert extra_turns(loss.recompute(4, True), 4, True) > extra_turns(whole[4], 4, True)
+    assert extra_turns(loss.recompute(2, True), 2, True) >= extra_turns(whole[2], 2, True)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from stars_fast import Dual, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
+from stars_fast.models.low_layers import LowLayers
 from stars_fast.training.config import load_config
 from stars_fast.training.scale import fit_memory
 from stars_fast.training.scale.budget import activation_budget, agree, free_memory, gathered_bytes
@@ -464,6 +465,7 @@ def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
     class StepLoss:
         loop = SimpleNamespace(model=None)
         penalty = NoPenalty(None)
+        low = LowLayers(torch.nn.Module(), [])
 
         def with_weights(self, *args):
             return GIVEN
