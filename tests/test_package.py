@@ -163,8 +163,8 @@ def test_readme_commands_are_understood():
         assert command in ("train", "export", "recipes", "completion", *_OWN_OPTIONS)
         if command == "completion":  # inside of quotes
             continue
-        words = [word for word in shlex.split(rest) if word != "--resume"]
-        if "--help" in words:
+        words = [word for word in shlex.split(rest) if word not in ("--resume", "--dry-run")]
+        if {"--help", "--help-all"} & set(words):
             continue
         if command in ("eval", "analyze"):
             import_module(f"stars_fast.commands.{command}").options_of(words)

@@ -446,7 +446,7 @@ def resolve(name: str, known: Sequence[str]) -> str:
         return matches[0]
     if matches:
         raise ConfigError(f"--{name} is ambiguous: " + " or ".join(f"--{m}" for m in matches))
-    names = {*known, *(path.rpartition(".")[2] for path in known), *ALIASES, *FLAGS}
+    names = {*known, *(path.rpartition(".")[2] for path in known), *ALIASES, *FLAGS} - {name}
     raise ConfigError(tree.unknown(name, names))
 
 
