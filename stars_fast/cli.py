@@ -143,9 +143,6 @@ def _train(words: list[str]) -> int:
             "recipes and stars-fast train --help"
         )
     from stars_fast.training.config import load_config
-    from stars_fast.training.run.trainer import TrainingFailure, train
-    from stars_fast.training.scale.allocator import grow_segments
-    from stars_fast.training.unread import without_effect
 
     recipe = overrides.pop(0)
     resume = "--resume" in words
@@ -154,6 +151,11 @@ def _train(words: list[str]) -> int:
     config = load_config(recipe, overrides)
     if resume:
         _check_resume(config.out)
+    # What takes seconds to load comes after the mistakes that need none of it.
+    from stars_fast.training.run.trainer import TrainingFailure, train
+    from stars_fast.training.scale.allocator import grow_segments
+    from stars_fast.training.unread import without_effect
+
     grow_segments()
     if os.environ.get("RANK", "0") == "0":
         for line in without_effect(recipe, overrides, config):

@@ -52,10 +52,12 @@ class Pass(TorchFunctionMode):
     Attributes:
         running: whether the pass runs, or a part of it is computed again. A Dual that is met
             otherwise was left behind, and stands for its primal.
+        tangent_of: the shape of the state where the tangent alone is asked for, else None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tangent_of: torch.Size | None = None) -> None:
         super().__init__()
+        self.tangent_of = tangent_of
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         self._outer: list[Pass | None] = []
         self._depth = 0
