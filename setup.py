@@ -20,7 +20,8 @@ from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError
 
-# The oldest torch whose stable ABI the extension uses; the file's name carries it.
+# The oldest torch whose stable ABI the extension uses; the file's name carries it. It can be built
+# by that torch and by newer ones.
 TORCH = (2, 11)
 CXX_FLAGS = [
     "-O3",
@@ -40,6 +41,11 @@ def extension(target: str) -> Extension:
     import torch
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
+    if torch.__version__ < TORCH:  # a TorchVersion, which compares with numbers
+        raise RuntimeError(
+            f"torch: expected {TORCH[0]}.{TORCH[1]} or newer, whose stable ABI the kernels use, "
+            f"got {torch.__version__}"
+        )
     version = f"-DTORCH_TARGET_VERSION=0x{TORCH[0]:02x}{TORCH[1]:02x}000000000000"
     flags = {"cxx": [*CXX_FLAGS, version], "nvcc": ["-O3", version]}
     folder = "csrc/trial" if IS_TRIAL else "csrc"
@@ -130,6 +136,7 @@ def wheel() -> dict[str, type]:
     class Wheel(base):
         def run(self) -> None:
             self.run_command("build")  # which may leave the kernels out
+            self.skip_build = True  # it is done, and would compile everything once more
             self.root_is_pure = not self.distribution.has_ext_modules()
             super().run()
 

@@ -82,7 +82,11 @@ def add_common(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads")
     parser.add_argument("--repeats", type=positive, metavar="N", help="timed passes of each way")
     parser.add_argument("--json", metavar="FILE", help="write the result here")
-    parser.add_argument("--small", action="store_true", help="tiny sizes: prove the command")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="tiny sizes, and nothing compiled that is not named: prove the command",
+    )
 
 
 def prepare(options: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from benchmarks import growth
 from benchmarks.blocks import KINDS, SHAPES, Shape, build_block
 from benchmarks.counting import count
 from benchmarks.machine import measured_peaks
-from benchmarks.report import FULL, Row, reason, show, with_rates, write
+from benchmarks.report import FULL, Row, note, reason, show, with_rates, write
 from benchmarks.timing import Clock, in_its_own_process, interleaved, process_clock
 from benchmarks.ways import (
     COMPILED,
@@ -86,6 +86,8 @@ def run(options: argparse.Namespace) -> int:
     """
     shapes = _shapes(options)
     names = list(options.ways or (MEMORY_WAYS if options.memory else NAMES))
+    if options.small and not options.ways:  # to compile takes minutes, which proves little
+        names = [name for name in names if not name.endswith(COMPILED)]
     dtype, backend = getattr(torch, options.dtype), options.backend
     if options.profile:
         _profile_all(shapes, names, options.device, dtype, backend)
@@ -109,6 +111,7 @@ def run(options: argparse.Namespace) -> int:
             result["memory"][label] = rows
         write(options.json, result)
         return 0
+    note("the machine's peaks")
     result["peaks"] = measured_peaks(options.device, dtype)
     result["rows"], result["backends"], result["gate"] = {}, {}, {}
     for label, shape in shapes.items():
@@ -122,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
         result["peaks"] = {key: max(peak, again[key]) for key, peak in result["peaks"].items()}
         for name, row in rows.items():
             if "failed" not in row:
+                note(f"memory and arithmetic of {name}")
                 rows[name] = _completed(
                     name, row, shape, block, h, u, result["peaks"], limit, options
                 )
@@ -180,6 +184,7 @@ def way_rows(
     if "plain" in failed:
         return {name: failed.get(name, {"failed": "plain failed"}) for name in names}
     runs = {name: partial(forward_backward, loss, block, h, u) for name, loss in losses.items()}
+    note(f"times of {len(runs)} ways, {repeats} rounds")
     rows = figures(interleaved(runs, repeats, h.device, clock), errors)
     for name, row in rows.items():
         if not row["error"] <= tolerance(name, h.dtype):
@@ -197,6 +202,8 @@ def _errors(
     exact = Exact(block, h, u)
     found: dict[str, float | str] = {}
     for name in names:
+        patience = f" (compiles: up to {_PATIENCE:.0f} s)" if name.endswith(COMPILED) else ""
+        note(f"error of {name} against fp64{patience}")
         why = missing(name, device) or _trial(name, checked, device, dtype)
         if why is None:
             try:

@@ -46,7 +46,7 @@ two lengths."""
 
 HOST_COST = {"plain": 43.0 / 37.6, "dual": 64.4 / 99.8}
 """Host time of native Ouro layers over that of `SandwichLayer`, forward and backward
-(`benchmarks.host_cost`, in `benchmarks/README.md`)."""
+(`benchmarks.host_cost`, in `benchmarks/log/2026-11-28.md`)."""
 
 Key = tuple[str, int, int]
 """A pass, layers and tokens; "dual graph" is one that was captured."""

@@ -49,7 +49,7 @@ class _Counter(TorchDispatchMode):
             self.flops += _ATTENTION[packet](func, args, kwargs)
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        if not func.is_view and packet not in _FREE:
+        if not func.is_view and packet not in FREE:
             touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
             self.bytes += sum(t.numel() * t.element_size() for t in touched.values())
         return out
@@ -88,7 +88,7 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.stars_fast.attention_backward: _attention(15, dual=True),
 }
 _IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
-_FREE = {
+FREE = {
     _aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach,
     _aten._unsafe_view,
 }  # fmt: skip

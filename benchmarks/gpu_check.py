@@ -12,6 +12,7 @@ Stages (`gpu_stages`), in the order of what they are worth, each in a process of
     steps      training steps of Ouro-1.4B, ours, by 2k, 4k and 8k tokens
     norms      norms by Triton and by CUDA C++, which is built beside the stages before
     ops        attention, packed too, and row ops, forward and backward
+    designs    the attention's backward by each of its designs, against the split kernels
     tiles      the tile tuner: causal, packed, grouped heads
     addition   the paper's addition run, as many of its 10,000 steps as fit; accuracy by turns
     published  blocks and steps the published way, FlexAttention, compiled ways, memory sweeps

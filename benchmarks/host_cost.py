@@ -1,25 +1,31 @@
 """Cost of Python: a turn of 24 tiny layers, where the arithmetic takes no time.
 
     python -m benchmarks.host_cost [--layers 24]
+    python -m benchmarks.host_cost --ops
 
 Milliseconds a turn of Llama layers (Hugging Face's code), of the benchmark's own sandwich layers
 and of the native Ouro model (the same layers, written on the ops), d 16, 4 tokens, one CPU thread:
 what the host needs before a GPU gets its work. Where the GPU needs less, the turn is bound by the
-host; `GraphedBlock` is for that.
+host; `GraphedBlock` and `train.graphs` are for that. With --ops the ops of PyTorch that a layer of
+the native Ouro dispatches: counts, the same on every machine (those of attention are a CPU's).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.blocks import SandwichLayer, stack
 from stars_fast import fused_jsrr, looped_block
 from stars_fast.base.machine import commit
+from stars_fast.models.low_layers import LowLayers
 
 
 class LlamaTurn(nn.Module):
@@ -61,11 +67,67 @@ def best(run: Callable[[], object], repeats: int = 15) -> float:
     return 1e3 * min(seconds)
 
 
+class Dispatched(TorchDispatchMode):
+    """Counts ops by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.found[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = frozenset(
+    """_unsafe_view alias as_strided detach expand permute select slice split squeeze t transpose
+    unbind unsqueeze view""".split()
+)
+"""Ops that move nothing."""
+
+
+def ops_a_layer(dual: bool, low: bool) -> list[int]:
+    """Ops of a layer forward, those of them that do something, and the same backward, in bf16 under
+    autocast; with `low` on copies of the weights, as the trainer runs them."""
+    counts = []
+    for layers in (1, 2):
+        block = ouro_turn(layers)
+        copies = LowLayers(block, block.modules() if low else [])
+        copies.refresh()
+        for p in block.parameters():
+            p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
+        h = torch.randn(1, 4, 16).bfloat16()
+        with copies.used():
+            with Dispatched() as forward, torch.autocast("cpu", torch.bfloat16):
+                loss = fused_jsrr(block, h) if dual else block(h.requires_grad_()).float().sum()
+            with Dispatched() as backward:
+                loss.backward()
+        for each in (forward.found, backward.found):
+            counts += [each.total(), sum(n for name, n in each.items() if name not in VIEWS)]
+    return [two - one for one, two in zip(counts[:4], counts[4:], strict=True)]
+
+
+def print_ops() -> None:
+    print("| turn | forward | not views | backward | not views |")
+    print("|---|---|---|---|---|")
+    for low in (False, True):
+        for dual in (False, True):
+            name = ("dual" if dual else "plain") + (", copies of weights" if low else ", autocast")
+            print(f"| {name} | " + " | ".join(map(str, ops_a_layer(dual, low))) + " |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--ops", action="store_true", help="count ops instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.ops:
+        print(f"torch {torch.__version__}, commit {commit()}")
+        print_ops()
+        return
     h = torch.randn(1, 4, 16)
     print(f"{options.layers} layers, torch {torch.__version__}, commit {commit()}")
     print("| block | plain forward | plain both | dual forward | dual both |")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from stars_fast import fused_jsrr
 from stars_fast.models.looped_block import looped_block
+from stars_fast.models.low_layers import LowLayers
 from stars_fast.models.ouro import OuroForCausalLM
 from stars_fast.models.ouro.tiny import write_tiny_ouro
 
@@ -96,8 +97,29 @@ def jsrr_packed(net: OuroForCausalLM) -> Tensor:
     return _jsrr(net, 1, sum(LENGTHS), cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0))
 
 
+def copies(net: OuroForCausalLM) -> Tensor:
+    """Gradients of loss and penalty in mixed precision, through copies of the weights; of a net in
+    fp64 its own."""
+    device, exact = net.device, net.dtype == torch.float64
+    net = copy.deepcopy(net) if exact else copy.deepcopy(net).float()
+    low = LowLayers(net, [] if exact else [net.model.layers])
+    low.refresh()
+    ids = _ids(2, 90).to(device)
+    generator = torch.Generator().manual_seed(5)
+    v = torch.randn(2, 90, 256, generator=generator).to(device, net.dtype)
+    with low.used():
+        with torch.autocast(device.type, torch.bfloat16, enabled=not exact):
+            out = net(ids, labels=ids, turns=3, output_hidden_states=True, skip_logits=True)
+            h = out.hidden_states[-1].detach()
+            loss = out.loss + fused_jsrr(looped_block(net), h, v=v.to(h.dtype), normalize="batch")
+        loss.backward()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return torch.cat([g.double().flatten().cpu() for g in grads])
+
+
 CHECKS: tuple[Callable[[OuroForCausalLM], Tensor], ...] = (
     prefill, padded, packed, in_chunks, loss_gradients, packed_gradients, jsrr, jsrr_packed,
+    copies,
 )  # fmt: skip
 
 
@@ -122,7 +144,7 @@ def checks(
         for attention in attentions:
             there.set_attn_implementation(attention)
             for check, truth in truths.items():
-                if attention != "sdpa" and check in (jsrr, jsrr_packed):
+                if attention != "sdpa" and check in (jsrr, jsrr_packed, copies):
                     continue  # the dual turn is the same
                 error = _error(check(there), truth)
                 yield {

@@ -4,11 +4,11 @@
     python -m benchmarks.quality --steps 20 --start 10 --seeds 0     # proves the script
 
 All settings of a seed continue one trunk, a run without a penalty up to the step at which it
-begins; so they differ in the penalty alone. The recipe is `addition-quick` with depths up to 20 and
-a constant learning rate (`--decay` lets it fall at the end), where the penalty matters. Each run is
-judged at its last four checkpoints (`--judged`): exact match against turns on unseen sums, and the
-spectral radius of the block at the states of some of them. Stopped, it goes on where it was. Writes
-quality.json and quality.png.
+begins; so they differ in the penalty alone. The recipe is `addition-quick-stars` with depths up to
+20 and a constant learning rate (`--decay` lets it fall at the end), where the penalty matters. Each
+run is judged at its last four checkpoints (`--judged`): exact match against turns on unseen sums,
+and the spectral radius of the block at the states of some of them. Stopped, it goes on where it
+was. Writes quality.json and quality.png.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def trunk(out: Path, seed: int, start: int) -> Path:
     words = f"{BASE} --seed {seed} --steps {start} --save_every {start} --penalty.weight 0.1"
     words += f" --penalty.start_step {start} --out {folder}"
     if not (folder / "results.json").exists():
-        train(load_config("addition-quick", words.split()), resume=folder.exists())
+        train(load_config("addition-quick-stars", words.split()), resume=folder.exists())
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ WAY_COLUMNS: dict[str, tuple[str, str]] = {
     "of_copy": ("of copy", ".0%"),
 }
 """Fields of a row that have a column, with its heading and format; others are in the JSON alone."""
+
+
+def note(text: str) -> None:
+    """Say what is being done, beside the results."""
+    print(f"... {text}", file=sys.stderr, flush=True)
 
 
 def table(rows: Mapping[str, Row], columns: Mapping[str, tuple[str, str]] = WAY_COLUMNS) -> str:

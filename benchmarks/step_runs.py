@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families.ouro import OuroLoop
 from stars_fast.training.config import RunConfig, config_from
+from stars_fast.training.graphs.set_up import set_up_graphs
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.fit_memory import fit_memory
 from stars_fast.training.step.optim import make_optimizer
@@ -85,7 +87,7 @@ class Bench:
             for p in group["params"]:
                 p.grad = torch.zeros_like(p)
 
-    def config(self, case: StepCase) -> Any:
+    def config(self, case: StepCase, graphs: bool = False) -> Any:
         """The configuration of the trainer's run of a case."""
         return config_from(
             {
@@ -93,7 +95,12 @@ class Bench:
                 "precision": self.precision,
                 "data": {"source": "random", "max_length": self.tokens},
                 "optim": {"lr": 1e-6},
-                "train": {"steps": 1000, "batch_size": MICROS, "accumulation": MICROS},
+                "train": {
+                    "steps": 1000,
+                    "batch_size": MICROS,
+                    "accumulation": MICROS,
+                    "graphs": "on" if graphs else "off",
+                },
                 "method": case.method,
                 "depth": LAW if case.random_depth else {"law": "fixed", "value": FIXED_TURNS},
                 "penalty": case.penalty,
@@ -140,10 +147,11 @@ def _penalised(case: StepCase, batch: MicroBatch, config: RunConfig, step: int) 
 
 
 class Steps:
-    """The steps of one case; a call is the next one. `failed` says why there are no more; `at_mean`
+    """The steps of one case, perhaps with CUDA graphs, which the first one captures; a call is the
+    next one. `failed` says why there are no more; `at_mean`
     are the seconds of each at the mean of the depth law, once `row` was asked for."""
 
-    def __init__(self, bench: Bench, case: StepCase) -> None:
+    def __init__(self, bench: Bench, case: StepCase, graphs: bool = False) -> None:
         self.bench = bench
         self.case = case
         self.next = 0
@@ -151,7 +159,8 @@ class Steps:
         self.mib: float | None = None
         self.at_mean: list[float] = []
         self.notes: list[str] = []
-        self.config = bench.config(case)
+        self.config = bench.config(case, graphs)
+        self.windows = bench.windows
         self.world = World(0, 1, bench.device)
         self.loss = StepLoss(OuroLoop(bench.model), self.config)
         self.published = published.Published(bench.model, bench.precision, case.checkpointed)
@@ -163,8 +172,17 @@ class Steps:
     def _first(self) -> None:
         bench = self.bench
         if not self.case.published:  # as the trainer does before its first step
-            self.notes = fit_memory(
-                self.loss, self.loss, bench.optimizer, bench.batches, self.config, self.world
+            batches = copy(bench.batches)  # graphs want rows of one length
+            made = set_up_graphs(self.loss, batches, self.config, self.world, True, print)
+            self.windows = [batches.window(step) for step in range(len(bench.windows))]
+            self.notes = made.notes + fit_memory(
+                self.loss,
+                self.loss,
+                bench.optimizer,
+                batches,
+                self.config,
+                self.world,
+                made.beside,
             )
         bench.make_gradients()
         losses: list[Tensor] = []
@@ -196,7 +214,7 @@ class Steps:
         bench, config = self.bench, self.config
         plan = plan_step(config, step)._replace(turns=bench.turns(self.case, step))
         if not self.case.published:
-            window = bench.windows[step]
+            window = self.windows[step]
             return train_step(self.loss, bench.optimizer, config, window, plan, self.world).loss
         return published.published_step(
             self.published,

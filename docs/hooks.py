@@ -1,12 +1,14 @@
 """What the site takes from elsewhere in the repository, and its mathematics.
 
 Pages that live elsewhere (changelog, benchmarks) join the site as they are; parts of the README
-come in by their headings; formulas become MathML, which browsers show without a script; dataclasses
-that list their fields as `name: text` get a table of them.
+come in by their headings, and predicted costs from the cost model; formulas become MathML, which
+browsers show without a script; dataclasses that list their fields as `name: text` get a table of
+them.
 """
 
 import html
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,12 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-ELSEWHERE = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/results/**/*.*")
+ELSEWHERE = (
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "benchmarks/log/*.md",
+    "benchmarks/results/**/*.*",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -33,10 +40,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put in parts of the README, and link the results that the benchmarks name."""
-    if page.file.src_uri == "benchmarks/README.md":
-        return re.sub(r"`(results/[\w./-]+\.(?:jsonl?|png))`", r"[`\1`](\1)", markdown)
+    if page.file.src_uri.startswith("benchmarks/log/"):
+        return re.sub(r"`(results/[\w./-]+\.(?:jsonl?|png))`", r"[`\1`](../\1)", markdown)
+    if "<!-- knobs -->" in markdown:
+        markdown = markdown.replace("<!-- knobs -->", _knobs())
     up = "../" * page.file.src_uri.count("/")
     return re.sub(r"(?m)^<!-- README: (.+) -->$", lambda m: _part(m[1], up), markdown)
+
+
+def _knobs() -> str:
+    """The table of costs, counted anew by the cost model of this commit."""
+    sys.path.insert(0, str(ROOT))
+    try:
+        from benchmarks.knobs import markdown
+    finally:
+        sys.path.pop(0)
+    return markdown()
 
 
 def _part(heading: str, up: str) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stars_fast.jsrr import fused_jsrr, fused_jvp
     from stars_fast.models.looped_block import looped_block
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Dual": "stars_fast.dual.tensor",

@@ -1,17 +1,16 @@
 """The command line: `stars-fast train | plan | eval | lm-eval | analyze | study | export | bench |
-recipes`, also `python -m stars_fast.cli`.
+recipes | runs | completion`, also `python -m stars_fast`.
 
 Modules load where they are used, so that the help and the list of recipes come at once.
 """
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
+from stars_fast import __version__
 from stars_fast.base.exit_code import exit_code
 from stars_fast.base.options import Parser, positive
 
@@ -19,13 +18,13 @@ _EXAMPLES = """\
 examples:
   stars-fast recipes
   stars-fast train addition-quick
-  stars-fast train addition-quick --penalty.weight 0.05 --seed 1 --out runs/weak
+  stars-fast train addition-quick-stars --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
   stars-fast analyze runs/weak runs/addition-quick
   stars-fast train ouro-tiny
   stars-fast plan ouro-numina-fast --gpus 4xA800-80GB
-  torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina
+  torchrun --nproc-per-node 4 -m stars_fast train ouro-numina
   stars-fast eval runs/ouro-numina --tasks gsm8k,math500,asdiv,svamp,amc23 --turns 2,4,8
   stars-fast eval ByteDance/Ouro-1.4B --text wiki.txt --turns 1,2,4,8,16
   stars-fast export runs/ouro-numina ouro-stars --turns 8 --dtype bfloat16
@@ -33,7 +32,15 @@ examples:
   stars-fast lm-eval --model stars_fast --model_args pretrained=ouro-stars,turns=8 --tasks gsm8k
 """
 
-_OWN_OPTIONS = {"eval": "eval", "lm-eval": "lm_eval", "analyze": "analyze", "plan": "plan"}
+_OWN_OPTIONS = {
+    "train": "train",
+    "plan": "plan",
+    "eval": "eval",
+    "lm-eval": "lm_eval",
+    "analyze": "analyze",
+    "recipes": "recipes",
+    "runs": "runs",
+}
 """Commands whose options are in a module of `stars_fast.commands`."""
 
 _OF_A_CLONE = {"study": "studies", "bench": "benchmarks"}
@@ -47,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if words[:1] == ["train"]:  # its options are the fields of the configuration
-        return _train(words[1:])
     if words and words[0] in _OWN_OPTIONS:
         command = import_module(f"stars_fast.commands.{_OWN_OPTIONS[words[0]]}")
         return int(command.main(words[1:]))
@@ -69,7 +74,8 @@ def _of_a_clone(name: str, words: list[str]) -> int:
     return int(import_module(f"{module}.__main__").main(words))
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(options: Mapping[str, Parser] | None = None) -> Parser:
+    """The whole command line; of a command that reads its own words the given `options`."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         "stars-fast",
@@ -77,15 +83,20 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=raw,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    commands.add_parser("train", help="train a recipe, or continue a run")
-    commands.add_parser("plan", help="predict a run's time and memory on given GPUs, without one")
+    def own(name: str, help: str) -> None:
+        parents = [options[name]] if options and name in options else []
+        commands.add_parser(name, help=help, parents=parents, add_help=not parents)
 
-    commands.add_parser("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
-    commands.add_parser("lm-eval", help="lm-eval's own command line, with the model stars_fast")
-    commands.add_parser("analyze", help="how the state moves over the turns, and its Jacobian")
-    commands.add_parser("study", help="in a clone: the paper's studies (python -m studies)")
+    own("train", help="train a recipe, or continue a run")
+    own("plan", help="predict a run's time and memory on given GPUs, without one")
+
+    own("eval", help="accuracy against turns: runs, checkpoints, lm-eval's tasks")
+    own("lm-eval", help="lm-eval's own command line, with the model stars_fast")
+    own("analyze", help="how the state moves over the turns, and its Jacobian")
+    own("study", help="in a clone: the paper's studies (python -m studies)")
 
     export = commands.add_parser(
         "export",
@@ -123,116 +134,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.set_defaults(command=_export)
 
-    commands.add_parser("bench", help="in a clone: what the penalty costs (python -m benchmarks)")
+    own("bench", help="in a clone: what the penalty costs (python -m benchmarks)")
 
-    recipes = commands.add_parser("recipes", help="list the recipes")
-    recipes.set_defaults(command=_recipes)
+    own("recipes", help="list the recipes, or show one in full")
+    own("runs", help="list runs with settings and results; their curves in one figure")
+
+    completion = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete all this",
+        description='For bash: eval "$(stars-fast completion bash)" in ~/.bashrc; for zsh write it '
+        "to a file _stars-fast in $fpath.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    completion.set_defaults(command=_completion)
     return parser
 
 
-def _train(words: list[str]) -> int:
-    if "-h" in words or "--help" in words:
-        print(_train_help())
-        return 0
-    from stars_fast.base.errors import ConfigError
+def _completion(args: argparse.Namespace) -> int:
+    from stars_fast.commands.completion import options, script
 
-    overrides = [word for word in words if word != "--resume"]
-    if not overrides or overrides[0].startswith("-"):
-        raise ConfigError(
-            "usage: stars-fast train RECIPE [--resume] [--field value ...]; see stars-fast "
-            "recipes and stars-fast train --help"
-        )
-    from stars_fast.training.config import load_config
-
-    recipe = overrides.pop(0)
-    resume = "--resume" in words
-    if resume and Path(recipe).parts[:-1] and not Path(recipe).exists():  # no recipe's name
-        _check_resume(recipe)
-    config = load_config(recipe, overrides)
-    if resume:
-        _check_resume(config.out)
-    # What takes seconds to load comes after the mistakes that need none of it.
-    from stars_fast.training.run.trainer import TrainingFailure, train
-    from stars_fast.training.scale.allocator import grow_segments
-    from stars_fast.training.unread import without_effect
-
-    grow_segments()
-    if os.environ.get("RANK", "0") == "0":
-        for line in without_effect(recipe, overrides, config):
-            print(f"stars-fast: warning: {line}", file=sys.stderr)
-    try:
-        outcome = train(config, resume=resume)
-    except TrainingFailure as error:
-        print(f"stars-fast: {error}", file=sys.stderr)
-        return 1
-    return 128 + outcome.signal if outcome.signal else 0
-
-
-def _check_resume(path: str) -> None:
-    """Raise ConfigError for a folder that holds nothing to continue."""
-    from stars_fast.base.errors import ConfigError
-    from stars_fast.base.run_folder import RunFolder
-    from stars_fast.training.run.folder import nothing_to_resume
-
-    if reason := nothing_to_resume(RunFolder(path)):
-        raise ConfigError(reason)
-
-
-def _train_help() -> str:
-    from stars_fast.base import tree
-    from stars_fast.data.kinds import kinds
-    from stars_fast.models.families import families
-    from stars_fast.training.config import config_class
-    from stars_fast.training.step.methods import METHODS
-
-    lines = [
-        "usage: stars-fast train RECIPE [--resume] [--field value ...]",
-        "",
-        "RECIPE    a recipe of the package (stars-fast recipes), a YAML file, or a run folder",
-        "--resume  continue the run in its folder from its newest checkpoint, bit for bit",
-        "          (on a GPU with --train.deterministic true)",
-        "",
-        "methods:",
-        *(f"  {name:12} {method.summary}" for name, method in METHODS.items()),
-        "",
-        "fields, by dotted path or by their last name where it is unique:",
-    ]
-    pairs = [(family, kind) for kind in kinds() for family in families()]
-    from_data = {f"model.{name}" for each in families().values() for name in each.from_data}
-    shown: set[tuple[str, str]] = set()
-    for pair in pairs:
-        section = None
-        for path, field in tree.leaves(config_class(*pair)).items():
-            if (path, field.help) in shown:
-                continue
-            shown.add((path, field.help))
-            if path.rpartition(".")[0] != section:
-                section = path.rpartition(".")[0]
-                lines.append("")
-            default = (
-                "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
-            )
-            default = " (default from the data)" if path in from_data else default
-            lines.append(f"  --{path} {tree.type_name(field.type)}")
-            lines.append(f"      {field.help}{default}".rstrip())
-    return "\n".join([*lines, "", _EXAMPLES])
-
-
-def _shown(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if value == "":
-        return "empty"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _recipes(args: argparse.Namespace) -> int:
-    from stars_fast.training.recipes import read_recipe, recipe_names
-
-    names = recipe_names()
-    width = max(map(len, names), default=0)
-    for name in names:
-        print(f"{name:{width}}  {read_recipe(name).get('description', '')}".rstrip())
+    print(script(_parser(options()), args.shell))
     return 0
 
 

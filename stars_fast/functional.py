@@ -26,6 +26,7 @@ from stars_fast import ops
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import report
 from stars_fast.dual.tensor import Dual, pair_of
+from stars_fast.ops.low_weights import LowWeights
 from stars_fast.ops.spans import Spans
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -81,7 +82,8 @@ def _on_pairs(carriers: int, kind: str = "fused", by_rules: bool = False) -> Cal
             if type(x) is not Dual:
                 return function(x, *rest)
             report(name, kind)
-            return pair_of(function(x.stack, *rest, dual=True))
+            out = function(x.stack, *rest, dual=True)
+            return pair_of(out) if type(out) is not tuple else tuple(map(pair_of, out))
 
         @wraps(function)
         def of_several(*args: Any, **options: Any) -> Any:
@@ -218,6 +220,72 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, dual: bool) -> Tenso
     if not dual or bias is None:
         return F.linear(x, weight, bias)
     return ops.add_bias(F.linear(x, weight), bias)
+
+
+@_on_pairs(1, "stacked")
+def low_linear(x: Tensor, low: LowWeights, *, dual: bool = False) -> Tensor:
+    """x W^T + bias through the 16-bit copy of W, whose gradient is added up in fp32.
+
+    Args:
+        x: [..., D], Tensor or Dual; cast to the copy's dtype.
+        low: the copy of one weight [E, D].
+
+    Returns:
+        [..., E], of x's kind, in the copy's dtype.
+
+    Raises:
+        ValueError: the last dimension of x is not D.
+    """
+    return ops.low_linear(x, low, dual=dual)
+
+
+@_on_pairs(1)
+def low_gated(x: Tensor, low: LowWeights, activation: str, *, dual: bool = False) -> Tensor:
+    """f(x G^T) * (x U^T) through one copy of G and U, each [E, D]: `gated` of `low_linear`.
+
+    On CUDA the two are one product; its halves are read where they lie.
+
+    Args:
+        x: [..., D], Tensor or Dual; cast to the copy's dtype.
+        low: the copy, of gate and up.
+        activation: a key of `ops.pointwise.DERIVATIVES`.
+
+    Returns:
+        [..., E], of x's kind, in the copy's dtype.
+
+    Raises:
+        ValueError: the last dimension of x is not D.
+    """
+    g, u = ops.low_linears(x, low, 2 if x.is_cuda else 1, dual=dual)
+    return ops.gated(g, u, activation, dual=dual)
+
+
+@_on_pairs(1, "stacked")
+def low_heads(
+    x: Tensor, low: LowWeights, width: int, tables: tuple[Tensor, Tensor], *, dual: bool = False
+) -> tuple[Tensor, ...]:
+    """Queries, keys and values of x through one copy: `linear_heads` of each, the first two turned.
+
+    On CUDA queries and keys are one product, which is gone once they are turned; values are kept,
+    and have memory of their own.
+
+    Args:
+        x: [B, S, D], Tensor or Dual; cast to the copy's dtype.
+        low: the copy, of the three maps.
+        width: of a head.
+        tables: cos and sin of `rotary`.
+
+    Returns:
+        q [B, H, S, width], k and v [B, Hkv, S, width], of x's kind.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    q, k, v = ops.low_linears(x, low, 2 if x.is_cuda else 1, dual=dual)
+    if dual:
+        report("rotary", "fused")
+    q, k = (ops.rotary(_heads(each, width), *tables) for each in (q, k))
+    return q, k, _heads(v, width)
 
 
 @_on_pairs(2)

@@ -167,11 +167,12 @@ def fused_jsrr(
         v: direction of h's shape, instead of a random one; masked and normalised like it. The last
             step of the state, `h - h_before`, has been through the Jacobians of the turns before
             and leans to their largest eigenvalues; the loss is then no estimate of ||J||_F^2 / D,
-            and wants a smaller weight (about a third: `benchmarks/README.md`).
+            and wants a smaller weight (about a third: `benchmarks/log/2026-11-28.md`).
         mask: [B, S], boolean or 0/1, True for real tokens: v is zero on the others and they do not
             count in the norm. It is not handed to `block`.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total: documents packed in one row,
-            each with its own v and its own norm. It is not handed to `block`.
+            each with its own v and its own norm. It is not handed to `block`. A row may end in
+            pads, by `mask` [1, total]: documents of pads alone do not count.
         power_steps: v <- J v / ||J v||, this many times; the last gives the loss. All are with one
             J: of a block in training mode, with the dropout masks and buffers of one forward.
         through_power_steps: differentiate through the earlier power steps too.

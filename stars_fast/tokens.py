@@ -39,12 +39,15 @@ class Tokens:
         length: S.
         real: [B, past + S] boolean, False on pads; None where all tokens are real.
         cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = S, the bounds of documents packed in
-            a batch of one row; None where a sample is a row.
+            a batch of one row; None where a sample is a row. With `real` those of pads stand last,
+            are no samples, and nor are the empty ones among them.
         position_ids: [B or 1, S] int64 where they were given; see `positions`.
         restarts: [B or 1, S] int64, where the document of each token starts, of documents that
             nothing but `position_ids` tells; see `starts`.
         past: tokens of each row that a cache holds, before those of the batch.
         holes: whether pads may stand between the real tokens of a row.
+        longest: tokens that no packed document exceeds, where the host is not to ask for their
+            lengths; None where it may.
         device: where the tensors are.
         given_bounds: `cu_seqlens` where they were before they were moved.
     """
@@ -57,6 +60,7 @@ class Tokens:
     restarts: Tensor | None = None
     past: int = 0
     holes: bool = True
+    longest: int | None = None
     device: torch.device = CPU
     given_bounds: Tensor | None = field(default=None, repr=False)
 
@@ -67,8 +71,10 @@ class Tokens:
 
     @property
     def count(self) -> int:
-        """Number of samples."""
-        return self.rows if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+        """Number of samples; with `real` and packed documents the host has to look."""
+        if self.cu_seqlens is None:
+            return self.rows
+        return len(self.cu_seqlens) - 1 if self.real is None else len(self.sample_bounds)
 
     # -- on the host: who asks a device has to wait for it
 
@@ -82,7 +88,11 @@ class Tokens:
     def sample_bounds(self) -> list[tuple[int, int]]:
         """Start and stop of each sample in its row, whose real tokens stand together."""
         if self.bounds is not None:
-            return list(pairwise(self.bounds))
+            spans = list(pairwise(self.bounds))
+            if self.real is None:
+                return spans
+            samples = int(self.real.sum())
+            return [(a, b) for a, b in spans if a < b <= samples]
         if self.real is None:
             return [(0, self.length)] * self.rows
         first = self.real.to(torch.uint8).argmax(1)
@@ -119,7 +129,7 @@ class Tokens:
         """[S] int64, the document of each token of a packed row; None where a sample is a row."""
         if self.cu_seqlens is None:
             return None
-        documents = torch.arange(self.count, device=self.device)
+        documents = torch.arange(len(self.cu_seqlens) - 1, device=self.device)
         lengths = self.cu_seqlens.long().diff()
         return torch.repeat_interleave(documents, lengths, output_size=self.length)
 
@@ -136,10 +146,12 @@ class Tokens:
         packed row from the start of its document; of pads, any."""
         if self.position_ids is not None:
             return self.position_ids
+        place = self._places.unsqueeze(0)
+        if self.starts is not None:
+            return place - self.starts
         if self.real is not None:
             return (self.real.cumsum(1) - 1).clamp_min(0)[:, self.past :]
-        place = self._places.unsqueeze(0)
-        return place if self.starts is None else place - self.starts
+        return place
 
     @property
     def new_real(self) -> Tensor | None:
@@ -166,7 +178,7 @@ class Tokens:
         """
         place = self._places.unsqueeze(0)
         first = torch.zeros_like(place) if self.starts is None else self.starts
-        if self.real is not None:
+        if self.real is not None and self.starts is None:
             first = self.real.to(torch.uint8).argmax(1, keepdim=True)
         if window is not None:
             first = torch.maximum(first, place - (window - 1))

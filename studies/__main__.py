@@ -18,7 +18,9 @@ from studies.definition import (
     study_runs,
 )
 from studies.outcome import write_outcome
-from studies.runner import check_folders, note_of, run_entry, status, train_runs
+from studies.plain import plain
+from studies.records import Records
+from studies.runner import MAY_DIFFER, check_folders, note_of, run_entry, status, train_runs
 
 _EXAMPLES = """\
 examples:
@@ -75,6 +77,12 @@ def options_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--out", type=Path, metavar="DIR", help="folder (default runs/study-NAME-SCALE)"
     )
     parser.add_argument(
+        "--records",
+        type=Path,
+        metavar="FILE",
+        help="records of finished runs, lines of JSON: runs in it count as done, others are added",
+    )
+    parser.add_argument(
         "--only", metavar="PATTERN", help='runs to train, by label: "pre, *"; others stay as found'
     )
     parser.add_argument(
@@ -112,31 +120,32 @@ def _study(options: argparse.Namespace, overrides: list[str]) -> int:
     if not chosen:
         labels = "; ".join(dict.fromkeys(run.label for run in runs))
         raise ConfigError(f"--only {options.only!r} fits no run of {study.name}: {labels}")
+    records = Records(options.records, MAY_DIFFER)
     with processes(runs[0].config.train.device) as world:
         world.together(lambda: check_folders(runs) if world.first else None)
-        stopped = train_runs(chosen, world)
+        stopped = train_runs(chosen, world, records)
         if world.first:
-            records = [run_entry(run, world) for run in runs]
-            print("\n" + write_outcome(study, options.scale, out, records, overrides))
+            entries = [run_entry(run, world, records) for run in runs]
+            print("\n" + plain(write_outcome(study, options.scale, out, entries, overrides)))
             print(f"written: study.json, table.md and, of finished runs, figure.png in {out}")
             if stopped:
-                print(f"stopped; the same command goes on: {_left(chosen)} runs are left")
+                print(f"stopped; the same command goes on: {_left(chosen, records)} runs are left")
             for run in chosen:
                 where = f"{run.label}, seed {run.seed}"
-                if status(run) == "failed":
+                if status(run, records) == "failed":
                     print(
                         f"failed: {where}; remove {note_of(run)} to go on from its last "
                         f"checkpoint, or {run.folder} to start anew"
                     )
-                elif status(run) == "missing" and not stopped:
+                elif status(run, records) == "missing" and not stopped:
                     print(f"not trained: {where}, for the reason given above")
         world.wait()
-        left = world.from_first(any(status(run) != "done" for run in chosen))
+        left = world.from_first(any(status(run, records) != "done" for run in chosen))
     return 128 + stopped if stopped else int(left)
 
 
-def _left(runs: Sequence[StudyRun]) -> int:
-    return sum(status(run) == "missing" for run in runs)
+def _left(runs: Sequence[StudyRun], records: Records) -> int:
+    return sum(status(run, records) == "missing" for run in runs)
 
 
 if __name__ == "__main__":

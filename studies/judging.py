@@ -32,6 +32,8 @@ TOLERANCE = 1e-3
 """Residual of an eigenpair, over its eigenvalue, at which a spectral radius is settled."""
 SAMPLES = 32
 """Unseen sums whose states are looked at."""
+LATELY = 250
+"""Unseen sums that each of several checkpoints is judged on; the newest alone is on 1,000."""
 
 
 class Judged(NamedTuple):
@@ -79,6 +81,7 @@ def judge_run(folder: Path, device: torch.device, judged: Judged = USUAL) -> dic
         "tolerance": TOLERANCE,
     }
     if judged.checkpoints > 1:
+        asked["lately"] = LATELY
         asked["checkpoints"] = [path.name for path in _newest(run, judged.checkpoints)]
     if judged.starts:
         asked["starts"] = True
@@ -139,12 +142,12 @@ def _judge_sums(source: ModelSource, device: torch.device, judged: Judged) -> di
 def _lately(
     source: ModelSource, device: torch.device, sums: Source, turns: Sequence[int], count: int
 ) -> dict[int, float]:
-    """Mean accuracy of the newest checkpoints, by turns."""
+    """Mean accuracy of the newest checkpoints on some sums, by turns."""
     curves = []
     for path in _newest(source.run, count):
         each = find_model(source.path, int(path.name.rpartition("-")[2]))
         loop = each.family.loop(load_model(each, device=str(device)))
-        curves.append(evaluate(loop, sums, list(turns)))
+        curves.append(evaluate(loop, sums, list(turns), limit=LATELY))
     return {turn: sum(curve[turn] for curve in curves) / len(curves) for turn in turns}
 
 

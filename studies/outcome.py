@@ -10,6 +10,7 @@ from stars_fast.base.files import write_text
 from studies.curves import SettingCurves, gather, growth, least
 from studies.definition import Study
 from studies.findings import FIXED, judge_findings
+from studies.judging import LATELY
 from studies.verdicts import Verdict
 
 TABLE_TURNS = (1, 2, 4, 8, 16, 32, 64, 100, 200)
@@ -22,7 +23,8 @@ _NOTE = (
 )
 
 _COSTS = (
-    "Least: over all turns from 4 on; last four: the same of the mean of the newest checkpoints. "
+    "Least: over all turns from 4 on; last four: over some of them, of the mean of the newest "
+    f"checkpoints on {LATELY} sums. "
     "Apart: how far the state that follows a first state of noise is from the usual one, over its "
     "size. Cost: over SFT, by count of turns and by seconds of training."
 )

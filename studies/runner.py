@@ -1,10 +1,11 @@
 """Train what is left of a study, run by run, and judge what is done.
 
-A run is done if its results are written, failed if its folder says why, and otherwise trained, or
-continued from its newest checkpoint.
+A run is done if its results are written or there is a record of it, failed if its folder says why,
+and otherwise trained, or continued from its newest checkpoint.
 """
 
 import json
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,15 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.training.config import load_config, save_config
 from stars_fast.training.run.checkpoint import SaveError
 from stars_fast.training.run.folder import MAY_CHANGE
+from stars_fast.training.run.progress import duration
 from stars_fast.training.run.trainer import TrainingFailure, train
 from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.cost import expected_costs
 from studies.definition import StudyRun
 from studies.judging import judge_run
+from studies.records import Records
 
-MAY_DIFFER = MAY_CHANGE - {"train.steps", "train.epochs", "train.max_nonfinite"}
+MAY_DIFFER = frozenset(MAY_CHANGE - {"train.steps", "train.epochs", "train.max_nonfinite"})
 """Fields that a run of a study may have otherwise than its definition: those that do not change
 what comes out."""
 
@@ -49,20 +53,23 @@ def check_folders(runs: Sequence[StudyRun]) -> None:
             )
 
 
-def train_runs(runs: Sequence[StudyRun], world: World) -> int:
+def train_runs(runs: Sequence[StudyRun], world: World, records: Records) -> int:
     """Train those of `runs` that are not done; the signal that stopped one, 0 if none did.
 
     Every process of `world` calls it. A run that cannot recover leaves a note in its folder, and
     the next one begins; so it does after one that cannot start, or whose disk is full, which leave
     no note.
     """
+    clock = Remaining([run for run in runs if status(run, records) == "missing"])
     for number, run in enumerate(runs, start=1):
         where = f"[{number}/{len(runs)}] {run.label}, seed {run.seed}"
-        known = world.from_first(status(run))
+        known = world.from_first(status(run, records))
         if known != "missing":
             _say(world, f"{where}: {known}")
+            if known == "done":
+                world.together(partial(_record, run, world, records))
             continue
-        _say(world, where)
+        _say(world, where + clock.begin(run))
         try:
             world.together(partial(_begin, run, world))
             outcome = train(run.config, resume=True)
@@ -81,8 +88,44 @@ def train_runs(runs: Sequence[StudyRun], world: World) -> int:
         if outcome.signal:
             return outcome.signal
         # Now, so that the machine and the commit that are noted are those that trained it.
-        world.together(partial(_judge_new, run, world))
+        world.together(partial(_judge_new, run, world, records))
+        clock.end(run)
     return 0
+
+
+class Remaining:
+    """The time that runs that are missing still take, by the expected turns of each and the seconds
+    that the turns of those that were trained took; of runs that begin here."""
+
+    def __init__(self, runs: Sequence[StudyRun]) -> None:
+        self.costs = {run.folder: _cost(run) for run in runs}
+        self.seconds = self.done = 0.0
+        self.began = time.perf_counter()
+
+    def begin(self, run: StudyRun) -> str:
+        """Words on what is left, empty before a run has ended; the clock of `run` starts."""
+        self.began = time.perf_counter()
+        if not self.done:
+            return ""
+        left = sum(self.costs.values()) * self.seconds / self.done
+        return (
+            f"; about {duration(left)} left for {len(self.costs)} run{'s' * (len(self.costs) > 1)}"
+        )
+
+    def end(self, run: StudyRun) -> None:
+        """Note that `run` is trained and judged."""
+        cost = self.costs.pop(run.folder, 0.0)
+        self.seconds += time.perf_counter() - self.began
+        self.done += cost
+
+
+def _cost(run: StudyRun) -> float:
+    """The expected turns of a run, over all its steps and samples; 1 where its length is that of
+    its data."""
+    config = run.config
+    if config.train.steps is None:
+        return 1.0
+    return sum(expected_costs(config, 0.0)) * config.train.batch_size
 
 
 def _begin(run: StudyRun, world: World) -> None:
@@ -100,7 +143,7 @@ def _advice(run: StudyRun) -> str:
     return f". If its folder is the cause, remove {run.folder} to start this run anew"
 
 
-def _judge_new(run: StudyRun, world: World) -> None:
+def _judge_new(run: StudyRun, world: World, records: Records) -> None:
     """On the first process.
 
     Raises:
@@ -108,23 +151,32 @@ def _judge_new(run: StudyRun, world: World) -> None:
     """
     if not world.first:
         return
-    if status(run) != "done":
+    if status(run, records) != "done":
         raise ConfigError(
             f"{run.folder} ended without results, which a study reads: it needs eval.turns, and of "
             "Ouro data.validation or eval.tasks"
         )
-    judge_run(run.folder, world.device, run.judged)
+    _record(run, world, records)
 
 
-def status(run: StudyRun) -> str:
+def _record(run: StudyRun, world: World, records: Records) -> None:
+    """Judge a run that is done, and keep its record."""
+    if world.first:
+        records.add(run, run_entry(run, world, records))
+
+
+def status(run: StudyRun, records: Records) -> str:
     """done, failed or missing (which a run that was cut is too)."""
-    if RunFolder(run.folder).results.exists():
+    if RunFolder(run.folder).results.exists() or records.of(run) is not None:
         return "done"
     return "failed" if note_of(run).exists() else "missing"
 
 
-def run_entry(run: StudyRun, world: World) -> dict[str, Any]:
-    """Entry of a run in study.json: its setting and what came out, on the first process."""
+def run_entry(run: StudyRun, world: World, records: Records) -> dict[str, Any]:
+    """Entry of a run in study.json: its setting and what came out, on the first process. What its
+    record says, if it has one."""
+    if (record := records.of(run)) is not None:
+        return record
     turns = run.config.trained_turns
     entry: dict[str, Any] = {
         "label": run.label,
@@ -132,7 +184,7 @@ def run_entry(run: StudyRun, world: World) -> dict[str, Any]:
         "seed": run.seed,
         "overrides": run.overrides,
         "folder": run.folder.name,
-        "status": status(run),
+        "status": status(run, records),
         "depth": round(run.config.depth.mean(), 2),
         "trained_turns": [turns] if isinstance(turns, int) else list(turns),
     }

@@ -74,8 +74,13 @@ print(ops.rms_norm(x, None, 1e-5).shape, extension.load(), stars_fast.__file__)
 
 
 def test_wheel_with_kernels_loads_in_a_fresh_environment(tree, tmp_path):
-    done = build(tree, STARS_FAST_BUILD="cpu")
+    compiler, called = tmp_path / "compiler", tmp_path / "called"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {called}\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    done = build(tree, STARS_FAST_BUILD="cpu", CXX=str(compiler))
     assert done.returncode == 0, done.stderr
+    # Not once more for the wheel
+    assert len(re.findall(r"-c \S*/ops\.cpp", called.read_text())) == 1
     wheel, site, python = installed(tree, tmp_path)
     assert wheel.name.split("-")[2:4] == ["py3", "none"]
     used = run(python, USE, tmp_path)
@@ -182,6 +187,15 @@ def test_a_build_that_is_asked_for_and_impossible_is_an_error(tree):
     done = build(tree, STARS_FAST_BUILD="fpga")
     assert done.returncode != 0
     assert "expected none, cpu or cuda, got 'fpga'" in done.stderr
+
+
+def test_a_torch_older_than_the_abi_builds_no_kernels(tree):
+    script = tree / "setup.py"
+    script.write_text(script.read_text().replace("TORCH = (2, 11)", "TORCH = (9, 0)"))
+    assert "torch: expected 9.0 or newer, whose stable ABI" in left_out(build(tree))
+    asked = build(tree, STARS_FAST_BUILD="cpu")
+    assert asked.returncode != 0
+    assert "STARS_FAST_BUILD=cpu can't be built: torch: expected 9.0" in asked.stderr
 
 
 WITHOUT_WHEELS = """

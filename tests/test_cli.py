@@ -1,10 +1,13 @@
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
+import stars_fast
 from stars_fast.cli import main
 from stars_fast.models.families import looped_lm
 from stars_fast.training.run import trainer
@@ -75,6 +78,13 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "--steps", "3"], "usage: stars-fast train RECIPE"),
         (["train", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
         (["train", "tiny.yaml", "--stpes", "3"], "did you mean steps?"),
+        (["train", "tiny.yaml", "--stpes"], "did you mean steps?"),
+        (["train", "tiny.yaml", "--steps"], "--steps needs a value"),
+        (["train", "tiny.yaml", "--resme"], "did you mean resume?"),
+        (["trian", "tiny.yaml"], "did you mean train?"),
+        (["eval", "tiny", "--turn", "1", "--limt", "3"], "did you mean --limit?"),
+        (["recipes", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
+        (["runs", "."], ".: expected a run folder, or a folder of some"),
         (["train", "tiny.yaml", "--batch_size", "15", "--accumulation", "2"], "multiple of"),
         (["train", "tiny.yaml", "--train_samples", "100000"], "train_samples"),
         (["train", "tiny.yaml", "--train_file", "none.jsonl"], "none.jsonl"),
@@ -111,7 +121,7 @@ def test_an_interrupted_run_exits_with_128_and_the_signal(here, monkeypatch, num
 
 
 def test_help_names_every_field_with_default_and_meaning(capsys):
-    assert main(["train", "--help"]) == 0
+    assert main(["train", "--help-all"]) == 0
     said = capsys.readouterr().out
     assert "--penalty.weight float\n      lambda, once the start" in said
     assert "(default 0.1)" in said
@@ -122,6 +132,49 @@ def test_help_names_every_field_with_default_and_meaning(capsys):
     assert exit.value.code == 0
     said = capsys.readouterr().out
     assert all(command in said for command in ("train", "eval", "recipes", "torchrun"))
+
+
+def test_the_version_is_that_of_the_package_however_it_is_asked():
+    module = subprocess.run(
+        [sys.executable, "-m", "stars_fast", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert module.stdout == f"stars-fast {stars_fast.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", stars_fast.__version__)
+
+
+COMPLETE = """
+source completion.bash
+COMP_WORDS=({words}) COMP_CWORD={at} COMPREPLY=()
+{function} "" "" ""
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_bash_completes_commands_recipes_fields_and_paths(here, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    (here / "completion.bash").write_text(script)
+    (function,) = re.findall(r"^complete .*-F (\S+) stars-fast$", script, re.MULTILINE)
+
+    def completed(*words):
+        code = COMPLETE.format(words=" ".join(words), at=len(words) - 1, function=function)
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert {"train", "eval", "recipes", "completion"} <= set(completed("stars-fast", "''"))
+    assert completed("stars-fast", "train", "addition-quick-s") == [
+        "addition-quick-sft",
+        "addition-quick-stars",
+    ]
+    weights = completed("stars-fast", "train", "x", "--penalty.wei")
+    assert weights == ["--penalty.weight", "--penalty.weighting"]
+    assert completed("stars-fast", "eval", "tin") == ["tiny.yaml"]
+    assert "--jacobian-at" in completed("stars-fast", "analyze", "x", "--")
 
 
 def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):
@@ -173,11 +226,11 @@ def test_who_stops_reading_ends_it_quietly(here, trained, words):
 
 
 def test_another_broken_pipe_is_no_quiet_end(monkeypatch):
-    from stars_fast import cli
+    from stars_fast.commands import recipes
 
-    def breaks(args):
+    def breaks(words):
         raise BrokenPipeError("a worker has died")
 
-    monkeypatch.setattr(cli, "_recipes", breaks)
+    monkeypatch.setattr(recipes, "main", breaks)
     with pytest.raises(BrokenPipeError, match="a worker has died"):
-        cli.main(["recipes"])
+        main(["recipes"])

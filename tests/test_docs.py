@@ -52,8 +52,9 @@ def test_every_page_is_in_the_navigation():
         return [leaf for part in parts for leaf in leaves(part)]
 
     nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert sorted(nav) == sorted(pages | {"CHANGELOG.md", "benchmarks/README.md"})
+    pages = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")]
+    log = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("benchmarks/log/*.md")]
+    assert sorted(nav) == sorted([*pages, *log, "CHANGELOG.md", "benchmarks/README.md"])
 
 
 def test_the_reader_fetches_nothing(site):
@@ -62,6 +63,31 @@ def test_the_reader_fetches_nothing(site):
         assert not re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="(?:https?:)?//', text)
     for style in site.rglob("*.css"):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//", style.read_text())
+
+
+def test_the_search_works_from_a_disk(site):
+    """There a page may fetch nothing and start no worker: the index is a script, and a frame of the
+    page stands for the worker."""
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index = {")
+    shim = re.compile(r'<script src="((?:\.\./)*assets/iframe-worker\.js)"')
+    for page in (site / "index.html", site / "guides" / "plan.html"):
+        (address,) = shim.findall(page.read_text())
+        assert (page.parent / address).exists()
+
+
+def test_the_table_of_knobs_is_counted(site):
+    page = (site / "guides" / "knobs.html").read_text()
+    assert "<!-- knobs -->" not in page
+    assert page.count("tensor cores") > 5
+    assert "--train.backprop_turns 4" in page
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code():
+    code = " ".join(path.read_text() for path in (ROOT / "stars_fast").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a message goes over several lines
+    found = re.findall(r"(?m)^\| `([^`]+)`", (DOCS / "errors.md").read_text())
+    assert len(found) > 25
+    assert not [message for message in found if message not in code]
 
 
 def test_formulas_are_mathml(site):
@@ -110,6 +136,20 @@ def test_python_examples(page, tmp_path, monkeypatch):
 
             tiny = write_tiny_huginn(tmp_path / "huginn")
             code = code.replace("tomg-group-umd/huginn-0125", str(tiny))
+        if "HuggingFaceTB/SmolLM2-135M" in code:
+            pytest.importorskip("transformers")
+            from decoder_models import decoder
+
+            from stars_fast.data.tiny_tokenizer import (
+                TINY_VOCABULARY,
+                train_tokenizer,
+                write_tokenizer,
+            )
+
+            tiny = tmp_path / "smollm"
+            decoder("llama", torch.float32, num_hidden_layers=30).save_pretrained(tiny)
+            write_tokenizer(tiny, train_tokenizer(TINY_VOCABULARY), 256)
+            code = code.replace("HuggingFaceTB/SmolLM2-135M", str(tiny))
         if "TinyLlama" in code:
             pytest.importorskip("transformers")
             from decoder_models import decoder

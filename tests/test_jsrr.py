@@ -181,6 +181,10 @@ def test_documents_of_a_packed_row_have_their_own_direction_and_norm():
     each = [fused_jsrr(tokenwise, h[:, a:b], v=v[:, a:b]) for a, b in [(0, 2), (2, 3), (3, 9)]]
     packed = fused_jsrr(tokenwise, h, v=v, cu_seqlens=bounds)
     torch.testing.assert_close(packed, torch.stack(each).mean())
+    # The last document all pads: it does not count
+    pads = torch.arange(9)[None] < 3
+    packed = fused_jsrr(tokenwise, h, v=v, cu_seqlens=bounds, mask=pads)
+    torch.testing.assert_close(packed, torch.stack(each[:2]).mean())
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -321,8 +325,6 @@ def test_bad_states_and_bounds(block):
         fused_jsrr(block, state(4))
     with pytest.raises(ValueError, match="bounds that rise from 0 to total = 5"):
         fused_jsrr(block, state(1, 5, 4), cu_seqlens=torch.tensor([0, 3, 2, 5]))
-    with pytest.raises(ValueError, match="mask: expected None when cu_seqlens"):
-        fused_jsrr(block, state(1, 5, 4), cu_seqlens=torch.tensor([0, 5]), mask=torch.ones(1, 5))
     with pytest.raises(ValueError, match="block: expected an output of h's shape"):
         fused_jsrr(lambda h: h[:, :2], state(2, 5, 4))
 

@@ -13,7 +13,7 @@ import stars_fast
 ROOT = Path(stars_fast.__file__).parent
 FLOORS = """
 base tokens ops dual functional jsrr data models evaluation analysis training integrations commands
-cli
+cli __main__
 """.split()
 """Lowest first."""
 

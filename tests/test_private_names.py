@@ -204,6 +204,13 @@ def test_who_packs_saved_tensors_is_told():
     assert hooks(False) is None
 
 
+@rests_on("torch._foreach_copy_")
+def test_a_list_of_tensors_is_copied_into_another_of_another_dtype():
+    lows = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)]
+    torch._foreach_copy_(lows, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [low.tolist() for low in lows] == [[1, 1], [2, 2, 2]]
+
+
 @rests_on("torch._assert_async")
 def test_a_condition_is_asserted_on_the_device():
     torch._assert_async(torch.tensor(True), "mine")

@@ -25,7 +25,7 @@ def addition(report: Report, device: str, small: bool) -> None:
 
 
 def train_addition(report: Report, device: str, small: bool) -> None:
-    recipe, limit = ("addition-quick", 8) if small else ("addition", 1000)
+    recipe, limit = ("addition-quick-stars", 8) if small else ("addition", 1000)
 
     def go(folder: str, steps: int, *more: str) -> tuple[list[dict[str, Any]], float]:
         fifth = max(steps // 5, 1)

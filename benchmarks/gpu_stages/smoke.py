@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +19,13 @@ from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from stars_fast import fused_jsrr, ops
 from stars_fast.base import machine
+from stars_fast.models.families.ouro import OuroLoop
+from stars_fast.training.graphs.graphs import CLOSE
+from stars_fast.training.graphs.recorder import stand_in
+from stars_fast.training.graphs.set_up import set_up_graphs
+from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.precision import autocast
+from stars_fast.training.step.train_step import StepLoss, StepPlan, run_between
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -27,6 +36,7 @@ def smoke(report: Report, device: str, small: bool) -> None:
     report.attempt("penalty", partial(smoke_penalty, report, device))
     report.attempt("train step", partial(smoke_step, report, device))
     report.attempt("graph", partial(smoke_graph, report, device))
+    report.attempt("train graphs", partial(smoke_train_graphs, report, device))
     report.attempt("many batches", partial(many_batches, report, device))
     cases = [*row_cases(5, 64, 96), rotary_case(1, 2, 7, 64), *attention_cases(small=True)]
     # What a machine without bf16 arithmetic takes long for is proved once.
@@ -69,6 +79,40 @@ def smoke_graph(report: Report, device: str) -> None:
     report.add("smoke", entry)
     if not entry["difference"] <= 1e-3:
         report.fail(f"smoke: {entry}")
+
+
+def smoke_train_graphs(report: Report, device: str) -> None:
+    """A micro-batch of a step by the trainer's graphs, beside the same ops one by one; the first
+    replay comes right after the capture, the second reads another micro-batch."""
+    bench = Bench("tiny", device, usual_precision(device), 64, 1, 2)
+    config, world = bench.config(STEP_CASES["stars"], graphs=True), World(0, 1, bench.device)
+    loss, batches = StepLoss(OuroLoop(bench.model), config), copy(bench.batches)
+    casts = partial(autocast, config.precision, bench.device, sharded=False)
+    with stand_in() if device == "cpu" else nullcontext():
+        notes = set_up_graphs(loss, batches, config, world, True, print).notes
+    captured, gradients = loss.between, loss.gradients
+    assert gradients is not None
+    loss.low.refresh()
+    worst = 0.0
+    for turns in (3, 5, 3):
+        for step in (0, 1):
+            batch = batches.window(step)[0]
+            found = []
+            for between in (run_between, captured):
+                gradients.zero()
+                loss.between = between
+                with loss.low.used():
+                    with casts():
+                        plan = StepPlan(step, [turns], 0.1, 0.0)
+                        total, _ = loss(batch, plan, turns, len(batch.labels))
+                    total.backward()
+                found.append([total.detach().clone(), *(flat.clone() for flat in gradients.flat)])
+            for one, other in zip(*found, strict=True):
+                off = (one - other).norm() / one.norm()
+                worst = max(worst, off.item())
+    report.add("smoke", {"what": "train graphs", "difference": worst, "notes": notes})
+    if not worst <= CLOSE:
+        report.fail(f"train graphs: off by {worst}")
 
 
 def many_batches(report: Report, device: str) -> None:

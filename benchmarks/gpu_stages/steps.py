@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -14,9 +15,15 @@ from benchmarks.report import FULL
 from benchmarks.step_cases import STEP_CASES
 from benchmarks.step_runs import Bench, Steps
 from benchmarks.timing import interleaved
+from stars_fast.training.graphs.recorder import stand_in
 from stars_fast.training.run.metrics import peak_flops
 
 OUR_CASES = ("sft", "stars-last-quarter-micro", "stars", "jsrr")
+GRAPHED = {
+    2048: ("sft", "stars-last-quarter-micro", "stars"),
+    4096: ("sft", "stars-last-quarter-micro"),
+}
+"""Timed with CUDA graphs too, by tokens; of others the one case in the middle."""
 
 
 def steps(report: Report, device: str, small: bool) -> None:
@@ -30,13 +37,17 @@ def time_steps(report: Report, device: str, small: bool, tokens: int, names: Seq
     """An entry a case, as soon as its steps are done; model and optimiser are made once."""
     bench = Bench("tiny" if small else "ouro", device, usual_precision(device), tokens, 1, None)
     for name in names:
-        report.attempt(f"{name}, {tokens} tokens", partial(time_step, report, bench, name))
+        what = f"{name}, {tokens} tokens"
+        report.attempt(what, partial(time_step, report, bench, name))
+        if name in GRAPHED.get(tokens, OUR_CASES[1:2]):
+            report.attempt(f"{what}, graphs", partial(time_step, report, bench, name, graphs=True))
 
 
-def time_step(report: Report, bench: Bench, name: str) -> None:
-    """One step to warm up, one that is timed."""
-    steps = Steps(bench, STEP_CASES[name])
-    steps.prepare()
+def time_step(report: Report, bench: Bench, name: str, graphs: bool = False) -> None:
+    """One step to warm up, which captures graphs, and one that is timed."""
+    with stand_in() if bench.device.type == "cpu" else nullcontext():
+        steps = Steps(bench, STEP_CASES[name], graphs)
+        steps.prepare()
     if steps.failed is None:
         seconds = interleaved({name: steps}, 1, bench.device)[name]
     if steps.failed is None:
@@ -44,8 +55,8 @@ def time_step(report: Report, bench: Bench, name: str) -> None:
     else:
         row = {"failed": steps.failed}
         if steps.failed != FULL:
-            report.fail(f"{name}, {bench.tokens} tokens: {steps.failed}")
-    report.add("steps", {"case": name, "tokens": bench.tokens, **row})
+            report.fail(f"{name}, {bench.tokens} tokens, graphs {graphs}: {steps.failed}")
+    report.add("steps", {"case": name, "tokens": bench.tokens, "graphs": graphs, **row})
     del steps
     gc.collect()
     if bench.device.type == "cuda":

@@ -13,6 +13,7 @@ _EXTRAS = {
     "jinja2": "train",
     "matplotlib": "train",
     "safetensors": "train",
+    "shtab": "train",
     "tqdm": "train",
     "yaml": "train",
     "accelerate": "ouro",

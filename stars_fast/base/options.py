@@ -1,22 +1,43 @@
 """Command-line options: their parser and their types."""
 
 import argparse
-from typing import Any
+import difflib
+import re
+from typing import Any, NoReturn
+
+_PATHS = ("DIR", "FILE", "FOLDER", "RUN", "SOURCE")
+"""Metavars of what is on the disk."""
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses an option which comes twice, instead of forgetting the first."""
+    """A parser that refuses an option which comes twice, instead of forgetting the first, and names
+    the nearest option or choice for one that it does not know."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and exit with 2."""
+        known, meant = list(self._option_string_actions), ""
+        if found := re.match(r"unrecognized arguments: (--[\w-]+)", message):
+            meant = found[1]
+        elif found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            meant, known = found[1], re.findall(r"[\w.-]+", found[2])
+        near = difflib.get_close_matches(meant, known, n=1)
+        super().error(message + (f"; did you mean {near[0]}?" if near else ""))
+
 
 class _StoreOnce(argparse.Action):
     """Keep the value of an option, once for each namespace."""
 
     filled: argparse.Namespace | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.metavar in _PATHS:  # how shtab is told that a shell completes files here
+            self.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
     def __call__(
         self,

@@ -211,43 +211,53 @@ def loss_against_turns(
     _save(figure, path)
 
 
+_PANELS = (
+    ("loss", "token loss (nats)", "log", True),
+    ("penalty", "penalty", "linear", True),
+    ("grad_norm", "gradient norm", "log", True),
+    ("depth", "turns", "linear", True),
+    ("lr", "learning rate", "linear", False),
+)
+"""Panels of `training_curves`: the key of a row, its name, its scale, whether a mean is drawn."""
+
+
 def training_curves(
     runs: Sequence[Mapping[str, Any]] | Mapping[str, Sequence[Mapping[str, Any]]],
     path: str | Path,
     *,
     title: str = "Training",
 ) -> None:
-    """Draw token loss, penalty, gradient norm and learning rate against the step, as PNG.
+    """Draw token loss, penalty, gradient norm, turns and learning rate against the step, as PNG.
+
+    A dotted line is where a run's penalty sets in, in the run's colour.
 
     runs: the rows of a run's metrics, or {label: rows}. A row holds `step` and any of `loss`,
-        `penalty`, `grad_norm`, `lr`; a panel is drawn if any row has its value. Missing and None
-        values are left out.
+        `penalty`, `grad_norm`, `depth`, `lr`; a panel is drawn if any row has its value. Missing
+        and None values are left out. `lambda` is the weight of the penalty.
 
     Raises:
         ValueError: no row holds any of them.
     """
     by_label = dict(runs) if isinstance(runs, Mapping) else {"": runs}
     panels = [
-        (key, label, scale)
-        for key, label, scale in (
-            ("loss", "token loss (nats)", "log"),
-            ("penalty", "penalty", "linear"),
-            ("grad_norm", "gradient norm", "log"),
-            ("lr", "learning rate", "linear"),
-        )
-        if any(row.get(key) is not None for rows in by_label.values() for row in rows)
+        panel
+        for panel in _PANELS
+        if any(row.get(panel[0]) is not None for rows in by_label.values() for row in rows)
     ]
     if not panels:
-        raise ValueError("runs: expected rows with loss, penalty, grad_norm or lr, got none")
-    figure, axes = new_figure(len(panels), width=8.0, height=1.9 * len(panels) + 0.6)
-    for axis, (key, name, scale) in zip(axes, panels, strict=True):
+        known = ", ".join(key for key, *_ in _PANELS)
+        raise ValueError(f"runs: expected rows with some of {known}, got none")
+    figure, axes = new_figure(len(panels), width=8.0, height=1.75 * len(panels) + 0.6)
+    for axis, (key, name, scale, noisy) in zip(axes, panels, strict=True):
         for index, (label, rows) in enumerate(by_label.items()):
             points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
             if scale == "log":
                 points = [(step, value) for step, value in points if value > 0]
-            _curve(axis, points, colour_of(index), label)
+            _curve(axis, points, index, label, noisy)
         axis.set_yscale(scale)
         axis.set_ylabel(name)
+    for index, rows in enumerate(by_label.values()):
+        _mark_penalty(axes, rows, colour_of(index), words=len(by_label) == 1)
     axes[-1].set_xlabel("optimiser step")
     axes[0].set_title(title, loc="left", fontsize=11)
     axes[0].set_title("thin: as logged, thick: running mean", loc="right", fontsize=8)
@@ -256,19 +266,48 @@ def training_curves(
     _save(figure, path)
 
 
-def _curve(axis: "Axes", points: list[tuple[int, float]], colour: str, label: str) -> None:
-    """Every point faint, and the mean of the neighbours within 1 % of the run on top."""
+def _mark_penalty(
+    axes: "Sequence[Axes]", rows: Sequence[Mapping[str, Any]], colour: str, words: bool
+) -> None:
+    """A line where the penalty sets in, if that is later than the start."""
+    before = None
+    for row in rows:
+        if row.get("lambda"):
+            break
+        before = row["step"]
+    else:
+        return
+    if before is None:
+        return
+    for axis in axes:
+        axis.axvline(before, color="#555555" if words else colour, linestyle=":", linewidth=1.0)
+    if words:
+        place = axes[0].get_xaxis_transform()
+        axes[0].text(
+            before, 0.97, " penalty sets in", transform=place, fontsize=8, color="#555555", va="top"
+        )
+
+
+def _curve(
+    axis: "Axes", points: list[tuple[int, float]], index: int, label: str, noisy: bool
+) -> None:
+    """Every point, and of what is noisy, faint, the mean of the neighbours within 1 % of the run
+    on top."""
     import numpy as np
 
     if not points:
         return
     steps, values = np.array(points, dtype=float).T
+    style: dict[str, Any] = {"color": colour_of(index), "linestyle": line_of(index)}
+    if not noisy:
+        axis.plot(steps, values, linewidth=1.4, label=label, **style)
+        return
     total = np.cumsum(np.insert(values, 0, 0.0))
-    index, reach = np.arange(len(values)), len(values) // 100
-    low, high = np.maximum(index - reach, 0), np.minimum(index + reach + 1, len(values))
+    places, reach = np.arange(len(values)), len(values) // 100
+    low, high = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
     smooth = (total[high] - total[low]) / (high - low)
-    axis.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-    axis.plot(steps, smooth, color=colour, linewidth=1.6, label=label)
+    axis.plot(steps, values, color=colour_of(index), alpha=0.25, linewidth=0.8)
+    axis.plot(steps, smooth, linewidth=1.6, label=label, **style)
 
 
 def turns_axis(axis: "Axes", turns: Sequence[float]) -> None:

@@ -25,12 +25,8 @@ def main(words: Sequence[str]) -> int:
     return _analyze(options_of(words))
 
 
-def options_of(words: Sequence[str]) -> argparse.Namespace:
-    """The options as they are given.
-
-    Raises:
-        SystemExit: a mistake, or --help.
-    """
+def parser() -> Parser:
+    """The parser of the command's options."""
     parser = Parser(
         "stars-fast analyze",
         description="How the state moves from turn to turn, its Jacobian at some of them, and the "
@@ -69,7 +65,16 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, metavar="N", help="of random directions (default 0)")
     add("--device", help="cpu, cuda, cuda:1, ... (default: the first GPU, or the CPU)")
     add("--out", metavar="DIR", help="folder for the files (default: the first run, or analysis)")
-    return parser.parse_args(words)
+    return parser
+
+
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """The options as they are given.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
+    return parser().parse_args(words)
 
 
 def _tolerance(text: str) -> float:

@@ -80,12 +80,8 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def options_of(words: Sequence[str]) -> argparse.Namespace:
-    """The options as they are given.
-
-    Raises:
-        SystemExit: a mistake, or --help.
-    """
+def parser() -> Parser:
+    """The parser of the command's options."""
     parser = Parser(
         "stars-fast eval",
         description="Accuracy at each number of turns, for each model: a table, a JSON file and a "
@@ -174,10 +170,20 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     add("--subset", metavar="NAME", help="the hub's name of a configuration")
     add("--split", metavar="NAME", help="of the data set (default train)")
     add("--length", type=positive, metavar="N", help="tokens of a window (default 2048)")
-    args = parser.parse_args(words)
+    return parser
+
+
+def options_of(words: Sequence[str]) -> argparse.Namespace:
+    """The options as they are given.
+
+    Raises:
+        SystemExit: a mistake, or --help.
+    """
+    known = parser()
+    args = known.parse_args(words)
     args.runs = list(dict.fromkeys(args.runs))
     if args.tasks and args.text:
-        parser.error("--text: not allowed with --tasks")
+        known.error("--text: not allowed with --tasks")
     return args
 
 

@@ -77,6 +77,15 @@ def describe(found: Plan) -> str:
         f"{gib(round(memory.activations))} activations (budget {gib(round(memory.budget))})",
         f"        at the usual depth {memory.usual}; at the largest {memory.deepest}",
     ]
+    if found.no_graphs is None:
+        lines.append(f"graphs  {found.captured:.1%} of the micro-batches: no waiting for the host")
+    else:
+        lines.append(f"graphs  none: {found.no_graphs}")
+    if found.row_length is not None:
+        lines.append(
+            f"        with --data.packing true --data.row_length {found.row_length} the GPU is the "
+            "limit"
+        )
     if not memory.fits:
         changes = "; ".join(found.fitting) or "none of fewer rows, FSDP, offload and LoRA"
         lines.append(f"        does not fit; would: {changes}")

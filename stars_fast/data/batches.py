@@ -1,5 +1,6 @@
 """The micro-batches of a step: which samples, and on which rank, as a function of the step."""
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,6 +22,10 @@ class HostBatch(NamedTuple):
     tokens: Tensor
     targets: Tensor
     samples: Tokens
+
+
+Fill = Callable[[HostBatch], HostBatch]
+"""Adds pads to a batch."""
 
 
 class Source(Protocol):
@@ -92,6 +97,9 @@ class Batches:
     micro-batches in order, and rank r takes every world_size-th from the r-th on, so that the
     samples of a step do not depend on the split.
 
+    Attributes:
+        fill: how each micro-batch is filled up with pads; None to leave it as the source gives it.
+
     Raises:
         ValueError: `batch_size` does not divide evenly.
     """
@@ -105,6 +113,7 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         device: torch.device | None = None,
+        fill: Fill | None = None,
     ) -> None:
         self.total = accumulation * world_size
         if batch_size % self.total:
@@ -118,6 +127,7 @@ class Batches:
         self.rows = batch_size // self.total
         self.indices = range(rank, self.total, world_size)
         self.device = device or torch.device("cpu")
+        self.fill = fill
 
     @property
     def most_tokens(self) -> int:
@@ -139,6 +149,7 @@ class Batches:
             step_samples=int(before[-1]),
             step_micro_batches=self.total,
             index=index,
+            fill=self.fill,
         )
 
     def window(self, step: int) -> list[MicroBatch]:
@@ -154,9 +165,11 @@ def micro_batch(
     step_samples: int | None = None,
     step_micro_batches: int = 1,
     index: int = 0,
+    fill: Fill | None = None,
 ) -> MicroBatch:
     """The micro-batch of `units` of a source, on the host; by default it is a whole step."""
-    tokens, targets, samples = source.batch(units)
+    host = source.batch(units)
+    tokens, targets, samples = host if fill is None else fill(host)
     flat = targets.flatten()
     positions = (flat != IGNORE).nonzero().squeeze(1)
     return MicroBatch(

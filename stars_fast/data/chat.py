@@ -39,8 +39,8 @@ SYSTEM_PROMPT = "You are a helpful assistant that can assist users with reasonin
 class ChatDataConfig:
     """Which conversations to train on.
 
-    source: a hub id, a .parquet, .json or .jsonl file, a glob or a folder of them, a folder
-        written by save_to_disk, or tiny-chat for sums that the package makes.
+    source: a hub id, a .parquet, .json, .jsonl, .csv or .tsv file, a glob or a folder of them, a
+        folder written by save_to_disk, or tiny-chat for sums that the package makes.
     subset: the hub's name of a configuration.
     split: of the source; files have only train, a dataset saved without splits is taken whole.
     prompt: column of the user's text; together with answer.

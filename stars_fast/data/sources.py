@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
 import json
@@ -27,7 +28,12 @@ TINY_CHAT = "tiny-chat"
 COLUMNS = (("messages",), ("problem", "solution"), ("question", "answer"))
 """Columns that are taken where the configuration names none."""
 
-READERS = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
+SHAREGPT = ("conversations",)
+"""The same of ShareGPT, where there are none of those."""
+
+READERS = {
+    ".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv",
+}  # fmt: skip
 """How files are read, by their suffix."""
 
 _TEXTS = (".json", ".jsonl", ".csv", ".tsv")
@@ -83,10 +89,12 @@ def find_columns(config: ChatDataConfig, rows: Dataset) -> tuple[str, ...]:
         given = {"prompt": config.prompt, "answer": config.answer}
     else:
         fitting = [columns for columns in COLUMNS if set(columns) <= set(names)]
+        if not fitting and set(SHAREGPT) <= set(names):
+            fitting = [SHAREGPT]
         if len(fitting) != 1:
             raise ValueError(
-                f"data.source: expected one of the columns {_listed(COLUMNS)}, or name its own "
-                f"with data.messages, or data.prompt and data.answer; it has "
+                f"data.source: expected one of the columns {_listed((*COLUMNS, SHAREGPT))}, or "
+                f"name its own with data.messages, or data.prompt and data.answer; it has "
                 f"{_listed(fitting) if fitting else 'none of them'} among {names}"
             )
         fields = ("prompt", "answer") if len(fitting[0]) == 2 else ("messages",)
@@ -167,10 +175,25 @@ def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
     _no_subset(config)
     files = [str(path.resolve()) for path in paths]
     reader = str(readers.pop())
-    return Source(
-        ["files", *map(_stamp, paths)],
-        lambda: _load(config, reader, None, paths, data_files=files),
-    )
+
+    def load() -> Dataset:
+        settings = _of_tables(paths) if reader == "csv" else {}
+        return _load(config, reader, None, paths, data_files=files, **settings)
+
+    return Source(["files", *map(_stamp, paths)], load)
+
+
+def _of_tables(paths: Sequence[Path]) -> dict[str, Any]:
+    """How `datasets` reads CSV with all cells as text: an answer 007 or NA stays what it is."""
+    datasets = _datasets()
+    sep = "\t" if paths[0].suffix == ".tsv" else ","
+    try:
+        with paths[0].open(newline="", encoding="utf-8-sig") as file:
+            names = next(csv.reader(file, delimiter=sep), [])
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.source: can't read {paths[0]}: {error}") from error
+    columns = datasets.Features({name: datasets.Value("string") for name in names})
+    return {"features": columns, "sep": sep, "keep_default_na": False}
 
 
 def _folder(path: Path, config: ChatDataConfig) -> Source:

@@ -82,6 +82,21 @@ class ChatInfo:
             + (f"; not read: {', '.join(self.unread)}" if self.unread else "")
         )
 
+    @property
+    def warning(self) -> str | None:
+        """A line where most rows are not trained on; None where most are."""
+        unusable = self.null_rows + sum(self.dropped.values())
+        advice = "is the text in other columns (data.messages, or data.prompt and data.answer)?"
+        lost, rows = unusable, self.source_rows
+        if self.dropped and max(self.dropped.values()) > self.null_rows:
+            advice = "they say something outside the contents of their messages"
+        if 2 * unusable <= self.source_rows:
+            advice = "they are cut off before an answer: is data.max_length too short?"
+            lost, rows = self.without_target, self.rows
+        if 2 * lost <= rows:
+            return None
+        return f"most rows are not trained on, {lost:,} of {rows:,}: {advice}"
+
 
 def _left_out(rows: int, null_rows: int, dropped: Mapping[str, int]) -> str:
     """The rows of a source that have no conversation, for people."""

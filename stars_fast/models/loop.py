@@ -79,6 +79,11 @@ class Loop(ABC, nn.Module):
     def layers(self) -> list[nn.Module]:
         """The layers of the shared block, to be sharded one by one."""
 
+    @property
+    def turn_modules(self) -> list[nn.Module]:
+        """All modules that a turn runs: the layers, and what takes in an injection."""
+        return self.layers
+
     @abstractmethod
     def outside_block(self, supervised: float) -> float:
         """The cost of prelude, coda and head in turns, by the weights of their linear maps; the

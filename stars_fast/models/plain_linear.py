@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from stars_fast import functional
 from stars_fast.dual.tensor import Dual
+from stars_fast.models.low_forward import joint_low
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -43,6 +44,18 @@ def project_heads(
     return heads if tables is None else functional.rotary(heads, *tables)
 
 
+def project_attention(
+    q: nn.Module, k: nn.Module, v: nn.Module, x: Tensor, width: int, tables: tuple[Tensor, Tensor]
+) -> tuple[Tensor, ...]:
+    """`project_heads` of queries, keys and values, the first two turned; maps that share a copy of
+    their weights are one node of the graph."""
+    low = joint_low((q, k, v), x)
+    if low is not None:
+        return functional.low_heads(x, low, width, tables)
+    turned = (project_heads(each, x, width, tables) for each in (q, k))
+    return *turned, project_heads(v, x, width)
+
+
 def project_merged(module: nn.Module, x: Tensor) -> Tensor:
     """`module` of merged heads, [B, H, S, D] -> [B, S, E]; a pair as in `project`."""
     if type(x) is Dual and is_plain_linear(module):
@@ -57,7 +70,11 @@ def _is_matrix(module: nn.Module) -> TypeGuard[nn.Linear]:
 def gated_mlp(
     gate: nn.Module, up: nn.Module, down: nn.Module, x: Tensor, activation: str
 ) -> Tensor:
-    """down(f(gate(x)) * up(x)); a pair as in `project`, where no map has a bias."""
+    """down(f(gate(x)) * up(x)); a pair as in `project`, where no map has a bias. Gate and up that
+    share a copy of their weights are one node of the graph."""
+    low = joint_low((gate, up), x)
+    if low is not None:
+        return down(functional.low_gated(x, low, activation))
     if type(x) is Dual and _is_matrix(gate) and _is_matrix(up) and _is_matrix(down):
         return functional.gated_mlp(x, gate.weight, up.weight, down.weight, activation)
     return project(down, functional.gated(project(gate, x), project(up, x), activation))

@@ -57,6 +57,11 @@ class Shape(NamedTuple):
         tables = self.head_weights * (1 if self.tied else 2)
         return self.block_weights + self.outside * self.layer_weights + tables
 
+    def outside_block(self, supervised: float) -> float:
+        """As `Loop.outside_block`: the cost of all that lies outside the block, in turns."""
+        outside = self.outside * self.layer_weights + supervised * self.head_weights
+        return outside / self.block_weights
+
 
 def shape_of_config(
     config: Mapping[str, Any], layers: int, outside: int, **others: object

@@ -10,6 +10,7 @@ from stars_fast.ops.attention import attention
 from stars_fast.ops.bias import add_bias
 from stars_fast.ops.gated import gated
 from stars_fast.ops.library import BACKENDS, backend
+from stars_fast.ops.low_weights import LowWeights, low_linear, low_linears
 from stars_fast.ops.norm import layer_norm, rms_norm
 from stars_fast.ops.pointwise import pointwise
 from stars_fast.ops.rotary import rotary
@@ -20,12 +21,15 @@ from stars_fast.ops.squares import row_squares
 
 __all__ = [
     "BACKENDS",
+    "LowWeights",
     "Spans",
     "add_bias",
     "attention",
     "backend",
     "gated",
     "layer_norm",
+    "low_linear",
+    "low_linears",
     "pointwise",
     "rms_norm",
     "rotary",

@@ -18,7 +18,7 @@ from stars_fast.ops.first_derivative import first_derivative
 from stars_fast.ops.library import implementation, plain
 from stars_fast.ops.precision import no_autocast, widen
 from stars_fast.ops.softmax import backward_in_place
-from stars_fast.ops.spans import causal_spans, full_spans
+from stars_fast.ops.spans import causal_spans, full_spans, is_unasked
 
 # Queries of a block, and elements of one [rows, keys] tile: a few tiles fit a core's cache.
 _QUERIES = 128
@@ -160,6 +160,8 @@ class _Tiling:
 
 def _blocks(spans: Tensor, starts: Iterable[int], keys: int) -> list[_Block]:
     """The blocks of queries that begin at `starts`."""
+    if is_unasked():
+        return [(i, 0, keys) for i in starts]
     start, stop = spans.unbind(-1)
     seen = start < stop
     first = torch.where(seen, start, keys).amin(0).tolist()

@@ -6,6 +6,7 @@ A sample is a row of the batch, less its pads, or a document of a packed row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,7 +125,8 @@ def sample_norms(
     Args:
         h: [B, ..., D]; [B, S, D] with a mask, [1, total, D] with `cu_seqlens`.
         mask: [B, S], not 0 on real tokens.
-        cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total; not with a mask.
+        cu_seqlens: [n + 1] integers, 0 = c_0 <= ... <= c_n = total. With a mask too, documents
+            without a real token do not count.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or shape, named.
@@ -132,26 +134,35 @@ def sample_norms(
     dtype = torch.float64 if h.dtype == torch.float64 else torch.float32
     if h.dim() < 2:
         raise ValueError(f"h: expected at least 2 dimensions [B, ..., D], got {list(h.shape)}")
-    if mask is not None and cu_seqlens is not None:
-        raise ValueError("mask: expected None when cu_seqlens is given, got a tensor")
+    valid = None if mask is None else _valid(h, mask, dtype)
     if cu_seqlens is not None:
         check_bounds(cu_seqlens, h.shape)
         given = Tokens(1, h.shape[1], cu_seqlens=cu_seqlens, device=cu_seqlens.device)
         tokens = given.to(h.device)
         assert tokens.cu_seqlens is not None
         lengths = tokens.cu_seqlens.long().diff()
-        sizes = lengths.to(dtype) * h.shape[-1]
-        return SampleNorms(None, sizes, tokens.owner, lengths, (sizes > 0).to(dtype))
+        owner = tokens.owner
+        real = lengths.to(dtype)
+        if valid is not None:
+            real = torch.segment_reduce(
+                valid[0, :, 0], "sum", lengths=lengths, unsafe=True, initial=0.0
+            )
+        sizes = real * h.shape[-1]
+        return SampleNorms(valid, sizes, owner, lengths, (sizes > 0).to(dtype))
     width = h.shape[1:].numel()
-    if mask is None:
+    if valid is None:
         sizes = torch.full((h.shape[0],), width, dtype=dtype, device=h.device)
         return SampleNorms(None, sizes, None, None, torch.ones_like(sizes))
+    sizes = valid.sum((1, 2)) * h.shape[-1]
+    return SampleNorms(valid, sizes, None, None, (sizes > 0).to(dtype))
+
+
+def _valid(h: Tensor, mask: Any, dtype: torch.dtype) -> Tensor:
+    """[B, S, 1]: 1 on real tokens."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: expected a tensor, got {type(mask).__name__}")
     if h.dim() != 3 or mask.shape != h.shape[:2]:
         raise ValueError(
             f"mask: expected shape [B, S] for h [B, S, D] = {list(h.shape)}, got {list(mask.shape)}"
         )
-    valid = (mask != 0).to(h.device, dtype)
-    sizes = valid.sum(1) * h.shape[-1]
-    return SampleNorms(valid.unsqueeze(-1), sizes, None, None, (sizes > 0).to(dtype))
+    return (mask != 0).to(h.device, dtype).unsqueeze(-1)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stars_fast.base.capturing import capturing
 from stars_fast.tokens import Tokens
 
 # Spans of the boolean masks met in the dual pass that runs: a model hands one mask to each of its
@@ -28,13 +29,18 @@ _unasked: ContextVar[bool] = ContextVar("unasked", default=False)
 
 @contextmanager
 def no_questions_of_masks() -> Iterator[None]:
-    """Inside, no boolean mask is looked at: that would make the host wait for the device, which a
-    CUDA graph can't capture."""
+    """Inside, no boolean mask and no spans are looked at: that would make the host wait for the
+    device, which a CUDA graph can't capture."""
     token = _unasked.set(True)
     try:
         yield
     finally:
         _unasked.reset(token)
+
+
+def is_unasked() -> bool:
+    """Whether this is inside of `no_questions_of_masks`, or what runs is being captured."""
+    return _unasked.get() or capturing()
 
 
 @contextmanager
@@ -95,7 +101,7 @@ class Spans:
     def of_mask(cls, mask: Tensor) -> Spans | None:
         """The spans of a boolean mask [B or 1, 1, Sq, Sk], True to attend; None where keys have
         gaps. Asked once for each mask of a dual pass."""
-        if _unasked.get():
+        if is_unasked():
             return None
         known = _known.get()
         if known is None or mask.is_inference():

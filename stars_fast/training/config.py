@@ -21,6 +21,7 @@ from stars_fast.data.kinds import kind_named
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.families import family_named
 from stars_fast.models.lora import LoraConfig
+from stars_fast.training.graphs.reasons import reason_against
 from stars_fast.training.recipes import read_recipe
 from stars_fast.training.run.eval_config import (
     EvalConfig,
@@ -44,6 +45,9 @@ ALIASES = {
 }
 """Names that mean one field: the published code's options, and last names of several fields."""
 
+FLAGS = ("resume", "dry_run", "help", "help_all")
+"""Options of `stars-fast train` that are no fields, for suggestions."""
+
 
 @dataclass
 class LoopConfig:
@@ -65,10 +69,13 @@ class LoopConfig:
     max_nonfinite: stop after so many non-finite steps in a row.
     reference_turns: the cost in the banner is relative to SFT at so many turns.
     device: auto is CUDA where there is one.
-    threads: CPU threads per process; none for PyTorch's choice.
+    threads: CPU threads per process; none for one with a small model on a CPU, else PyTorch's
+        choice, at most the cores that a container lends.
     compile: run the layers through torch.compile.
     deterministic: on a GPU too, the same bits each time, by kernels that add in a fixed order; an
         op that has none is an error. Slower, above all PyTorch's attention backward.
+    graphs: turns and penalty as CUDA graphs, one pair for each number of turns, in rows of one
+        length: where a run can have them (auto), or else an error (on), or never (off).
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
     project: of wandb and trackio.
@@ -90,6 +97,7 @@ class LoopConfig:
     threads: int | None = None
     compile: bool = False
     deterministic: bool = False
+    graphs: Literal["auto", "on", "off"] = "auto"
     report_to: tuple[str, ...] = ("tensorboard",)
     project: str = "stars-fast"
 
@@ -120,6 +128,8 @@ class LoopConfig:
                 raise ValueError(f"{name}: expected at least 1 or none, got {getattr(self, name)}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: expected auto, cpu or cuda, got {self.device!r}")
+        if self.graphs not in ("auto", "on", "off"):
+            raise ValueError(f"graphs: expected auto, on or off, got {self.graphs!r}")
         if unknown := sorted(set(self.report_to) - set(TRACKERS)):
             raise ValueError(f"report_to: expected some of {', '.join(TRACKERS)}, got {unknown}")
 
@@ -302,6 +312,8 @@ def _check_together(config: Any) -> None:
     RunConfig.__post_init__(config)
     family, kind = family_named(config.model.family), kind_named(config.data.kind)
     sharded = config.parallel.sharded
+    if config.train.graphs == "on" and (why := reason_against(config)):
+        raise ConfigError(f"train.graphs: expected auto or off, got on: {why}")
     if config.method == "one-step" and not family.injects(config.model):
         raise ConfigError(
             "method: expected another than one-step for turns that take in nothing but the state: "
@@ -382,13 +394,15 @@ def parse_overrides(words: Sequence[str], base: Mapping[str, Any]) -> dict[str, 
             word.
     """
     values = _values(words)
-    chosen = {path: value for path, value in values if path in ("task", *CHOICES)}
+    chosen = {path: value for path, value in values if value and path in ("task", *CHOICES)}
     mapping = _nested(chosen)
     check_task(mapping)
     known = [*tree.leaves(config_class(*names_of(merge_settings(base, mapping)))), "task"]
     found: dict[str, tuple[str, str]] = {}
     for name, value in values:
         path = resolve(name, known)
+        if value is None:
+            raise ConfigError(f"--{name} needs a value")
         if path in found:
             before = " and ".join(f"--{each} {said}" for each, said in (found[path], (name, value)))
             raise ConfigError(f"{path} is given twice: {before}")
@@ -406,19 +420,18 @@ def _nested(values: Mapping[str, str]) -> dict[str, Any]:
     return mapping
 
 
-def _values(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and values in their order."""
-    found: list[tuple[str, str]] = []
+def _values(words: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Names and values in their order; None where none follows."""
+    found: list[tuple[str, str | None]] = []
     words = list(words)
     while words:
         word = words.pop(0)
         if not word.startswith("--"):
             raise ConfigError(f"expected --field value, got {word!r}")
-        name, has_value, value = word[2:].partition("=")
+        name, has_value, said = word[2:].partition("=")
+        value: str | None = said
         if not has_value:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"--{name} needs a value")
-            value = words.pop(0)
+            value = words.pop(0) if words and not words[0].startswith("--") else None
         found.append(("model.family" if name == "family" else name.replace("-", "_"), value))
     return found
 
@@ -433,7 +446,7 @@ def resolve(name: str, known: Sequence[str]) -> str:
         return matches[0]
     if matches:
         raise ConfigError(f"--{name} is ambiguous: " + " or ".join(f"--{m}" for m in matches))
-    names = {*known, *(path.rpartition(".")[2] for path in known), *ALIASES}
+    names = {*known, *(path.rpartition(".")[2] for path in known), *ALIASES, *FLAGS} - {name}
     raise ConfigError(tree.unknown(name, names))
 
 

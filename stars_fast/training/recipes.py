@@ -20,16 +20,22 @@ def read_recipe(recipe: str, seen: tuple[str, ...] = ()) -> dict[str, Any]:
         raise ConfigError(f"recipe {recipe} is its own base: {' -> '.join((*seen, recipe))}")
     mapping = _parse_yaml(_recipe_text(recipe), recipe)
     check_task(mapping)
-    base = mapping.pop("base", None)
+    base = _base(mapping, recipe)
+    mapping.pop("base", None)
     if base is None:
         return mapping
-    if not isinstance(base, str):
-        raise ConfigError(f"recipe {recipe}: base: expected the name of a recipe, got {base!r}")
-    beside = Path(base).suffix and Path(recipe).suffix  # one file names another: relative to it
-    base = str(Path(recipe).parent / base) if beside else base
     inherited = read_recipe(base, (*seen, recipe))
     inherited.pop("name", None)
     return merge_settings(inherited, mapping)
+
+
+def base_of(recipe: str) -> str | None:
+    """The recipe that a recipe builds on; None for one that stands alone.
+
+    Raises:
+        ConfigError: as `read_recipe`.
+    """
+    return _base(_parse_yaml(_recipe_text(recipe), recipe), recipe)
 
 
 def own_settings(recipe: str) -> dict[str, Any]:
@@ -47,6 +53,17 @@ def recipe_names() -> list[str]:
     """Names of the recipes of the package, sorted."""
     files = (resources.files("stars_fast") / "recipes").iterdir()
     return sorted(file.name[:-5] for file in files if file.name.endswith(".yaml"))
+
+
+def _base(mapping: dict[str, Any], recipe: str) -> str | None:
+    """The base that a recipe's mapping names."""
+    base = mapping.get("base")
+    if base is None:
+        return None
+    if not isinstance(base, str):
+        raise ConfigError(f"recipe {recipe}: base: expected the name of a recipe, got {base!r}")
+    beside = Path(base).suffix and Path(recipe).suffix  # one file names another: relative to it
+    return str(Path(recipe).parent / base) if beside else base
 
 
 def _recipe_text(recipe: str) -> str:

@@ -159,11 +159,11 @@ def test_the_page_says_the_summary_and_the_verdict(folder, runs):
         return cells[place + 1 : place + 1 + len(found)]
 
     edge = list(found)[1]["summary"]["contracting"]  # of radius 1, to rounding
-    assert row("radius below 1 at d") == ["4 of 4", f"{edge} of 4", "–"]
-    assert row("samples that come to rest")[1:] == ["0 of 4", "0 of 4"]
-    assert row("turns compared (a → b)") == ["4 → 12"] * 3
-    assert row("turns of the Jacobian (c → d)") == ["4 → 12"] * 3
-    for cell, run in zip(row("spectral radius (c → d)"), found, strict=True):
+    assert row("Samples with a radius below 1 at most turns") == ["4 of 4", f"{edge} of 4", "–"]
+    assert row("Samples that come to rest")[1:] == ["0 of 4", "0 of 4"]
+    assert row("Turns compared: in training → most that were run") == ["4 → 12"] * 3
+    assert row("Turns with a Jacobian: in training → most") == ["4 → 12"] * 3
+    for cell, run in zip(row("Spectral radius at these (below 1 contracts)"), found, strict=True):
         before, after = run["summary"]["radius"]
         assert cell == f"{before:.4g} → {'–' if after is None else format(after, '.4g')}"
 

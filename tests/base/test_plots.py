@@ -139,12 +139,24 @@ def test_training_panels_are_what_the_rows_hold(tmp_path, drawn):
 
 
 def test_smooth_curve_is_the_mean_of_the_neighbours(tmp_path, drawn):
-    rows = [{"step": k, "lr": float(k % 3)} for k in range(300)]
+    rows = [{"step": k, "penalty": float(k % 3), "lr": float(k % 3)} for k in range(300)]
     training_curves(rows, tmp_path / "training.png")
     smooth = drawn[0].axes[0].lines[1].get_ydata()
     assert len(smooth) == 300
     assert smooth[150] == pytest.approx(sum(k % 3 for k in range(147, 154)) / 7)
     assert smooth[0] == pytest.approx((0 + 1 + 2 + 0) / 4)
+    (rate,) = drawn[0].axes[1].lines  # as it is
+    assert rate.get_ydata().tolist() == [row["lr"] for row in rows]
+
+
+def test_a_penalty_that_sets_in_later_is_marked(tmp_path, drawn):
+    rows = [{"step": k, "loss": 1.0, "lambda": 0.1 * (k > 40)} for k in range(10, 100, 10)]
+    training_curves(rows, tmp_path / "training.png")
+    (loss,) = drawn[0].axes
+    assert loss.lines[-1].get_xdata() == [40, 40]
+    assert [text.get_text().strip() for text in loss.texts] == ["penalty sets in"]
+    training_curves([row | {"lambda": 0.1} for row in rows], tmp_path / "training.png")
+    assert not drawn[1].axes[0].texts
 
 
 def test_training_curves_of_several_runs(tmp_path, drawn):
@@ -154,7 +166,7 @@ def test_training_curves_of_several_runs(tmp_path, drawn):
 
 
 def test_training_curves_error(tmp_path):
-    with pytest.raises(ValueError, match="runs: expected rows with loss, penalty"):
+    with pytest.raises(ValueError, match="runs: expected rows with some of loss, penalty"):
         training_curves([{"step": 1, "loss": None}], tmp_path / "training.png")
 
 

@@ -39,7 +39,8 @@ def test_dry_run_goes_through_all_stages(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert [each["stage"] for each in found["stages"]] == [
-        "smoke", "kernels", "turns", "steps", "norms", "ops", "tiles", "addition", "published",
+        "smoke", "kernels", "turns", "steps", "norms", "ops", "designs", "tiles", "addition",
+        "published",
     ]  # fmt: skip
     assert all(each["ran"] for each in found["stages"])
     assert found["failures"] == found["skipped"] == []

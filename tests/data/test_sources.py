@@ -120,9 +120,9 @@ def test_sources_that_are_not_there(source, message):
 
 
 def test_files_that_can_not_be_read(tmp_path):
-    (tmp_path / "rows.csv").write_text("a,b\n")
-    with pytest.raises(ValueError, match=r"files of one kind among .parquet, .json, .jsonl, got"):
-        load(tmp_path / "rows.csv")
+    (tmp_path / "rows.xlsx").write_text("a,b\n")
+    with pytest.raises(ValueError, match=r"files of one kind among .parquet, .json, .jsonl, .csv"):
+        load(tmp_path / "rows.xlsx")
     jsonl(tmp_path / "rows.jsonl")
     parquet(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="files of one kind"):
@@ -137,6 +137,17 @@ def test_files_that_can_not_be_read(tmp_path):
         load(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(("suffix", "sep"), [("csv", ","), ("tsv", "\t")])
+def test_cells_of_tables_stay_as_they_are(tmp_path, suffix, sep):
+    lines = [f"question{sep}answer", f"3 + 4 ={sep}007", f'"a{sep}b"{sep}NA', f"nothing{sep}"]
+    (tmp_path / f"rows.{suffix}").write_text("\ufeff" + "\n".join(lines))
+    rows = load(tmp_path / f"rows.{suffix}")
+    assert rows["question"][:] == ["3 + 4 =", f"a{sep}b", "nothing"]
+    assert rows["answer"][:] == ["007", "NA", ""]
+    columns = find_columns(ChatDataConfig("x"), rows)
+    assert usable_rows(rows, columns).rows.tolist() == [0, 1]
+
+
 def columns_of(names, **fields):
     rows = datasets.Dataset.from_dict({name: ["x"] for name in names} | {"number": [1]})
     return find_columns(ChatDataConfig("x", **fields), rows)
@@ -146,6 +157,8 @@ def test_columns():
     assert columns_of(["question", "answer", "id"]) == ("question", "answer")
     assert columns_of(["problem", "solution", "answer"]) == ("problem", "solution")
     assert columns_of(["messages", "answer"]) == ("messages",)
+    assert columns_of(["conversations", "id"]) == ("conversations",)
+    assert columns_of(["conversations", "messages"]) == ("messages",)
     assert columns_of(["messages", "q", "a"], prompt="q", answer="a") == ("q", "a")
     assert columns_of(["messages", "chat"], messages="chat") == ("chat",)
 

@@ -6,6 +6,7 @@ import pytest
 from studies_tiny import TINY
 
 from stars_fast.base.errors import ConfigError
+from stars_fast.training.config import load_config
 from studies.definition import (
     SCALES,
     parse_study,
@@ -23,7 +24,7 @@ RUNS = {
     "methods": 4,
     "ouro": 4,
     "ouro-ablation": 6,
-    "rivals": 50,
+    "rivals": 82,
 }
 
 
@@ -58,6 +59,19 @@ def test_the_runs_of_a_study_differ_in_what_it_compares_only(name):
         assert all(optim == optims[0] for optim in optims)
         assert all(train == trains[0] for train in trains)
         assert all(run.config.data == runs[0].config.data for run in runs)
+
+
+def test_the_recipe_of_the_readme_is_a_run_of_the_rivals():
+    recipe = load_config("addition-quick")
+    (run,) = (
+        run
+        for run in runs_of("rivals", "quick")
+        if run.label == "one-step, last, noise start, decay"
+    )
+    for name in ("method", "model", "data", "depth", "optim", "loop"):
+        assert getattr(run.config, name) == getattr(recipe, name)
+    for name in ("steps", "batch_size", "backprop_turns"):
+        assert getattr(run.config.train, name) == getattr(recipe.train, name)
 
 
 def law(config):

@@ -70,7 +70,7 @@ def test_after_a_kill_the_rest_is_done_and_the_numbers_are_the_same(
     assert study(killed, *TWO) == 0
     assert trained == ["post-layernorm-0"]
     # The last checkpoint may have been in the making.
-    resumed = r"post-layernorm-0, 1 x cpu; continues after step [24]"
+    resumed = r"post-layernorm-0, 1 x cpu with 1 thread; continues after step [24]"
     assert re.search(resumed, capsys.readouterr().err)
     trained.clear()
     assert study(tmp_path / "straight", *TWO) == 0
@@ -148,7 +148,9 @@ def test_a_run_that_fails_is_recorded_and_the_others_go_on(tiny, tmp_path, train
     (folder / "failed.json").unlink()
     assert study(tmp_path, *hopeless) == 1
     assert trained == ["pre-rmsnorm-0", "post-rmsnorm-0", "pre-rmsnorm-0"]
-    assert re.search(r"pre-rmsnorm-0, 1 x cpu; continues after step \d", capsys.readouterr().err)
+    assert re.search(
+        r"pre-rmsnorm-0, 1 x cpu with 1 thread; continues after step \d", capsys.readouterr().err
+    )
 
 
 def test_a_folder_without_a_configuration_counts_as_new(tiny, tmp_path, trained):

@@ -98,17 +98,17 @@ def _at_rest(run: Mapping[str, Any]) -> str:
 
 
 TABLE_ROWS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
-    ("turns of the training", _trained),
-    ("turns compared (a → b)", _turns("base", "turns")),
-    ("accuracy or token loss (a → b)", _quality),
-    ("residual (a → b)", _two("residual")),
-    ("norm at b over that at a", lambda r: _shown(r["summary"]["growth"])),
-    ("samples that come to rest", _at_rest),
-    ("spread of the samples at b", lambda r: _shown(r["summary"]["spread"])),
-    ("turns of the Jacobian (c → d)", _turns("trained", "deepest")),
-    ("spectral radius (c → d)", _two("radius")),
-    ("radius below 1 at d", _contracting),
-    ("r4 (c → d)", _two("r4")),
+    ("Turns in training", _trained),
+    ("Turns compared: in training → most that were run", _turns("base", "turns")),
+    ("Accuracy, or token loss, at these", _quality),
+    ("Residual: how far the next turn moves the state", _two("residual")),
+    ("Growth of the state between them", lambda r: _shown(r["summary"]["growth"])),
+    ("Samples that come to rest", _at_rest),
+    ("Difference between samples at the end", lambda r: _shown(r["summary"]["spread"])),
+    ("Turns with a Jacobian: in training → most", _turns("trained", "deepest")),
+    ("Spectral radius at these (below 1 contracts)", _two("radius")),
+    ("Samples with a radius below 1 at most turns", _contracting),
+    ("Number of singular values that matter (r4)", _two("r4")),
 )
 
 

@@ -18,19 +18,25 @@ MOST = 0.9
 SAME = 0.01
 """A spread of the last states below this means that nothing is left of what tells samples apart."""
 WORSE = 0.1
-"""A loss of accuracy that is worth a word."""
+"""A loss of accuracy, or a part of the token loss, that is worth a word."""
 
 
 def verdict(found: Measured, summary: Summary, tol: float) -> str:
-    """Sentences: the last Jacobian, what the states do, what that does to the task. `tol` is
-    the tolerance of the summary."""
-    sentences = (
-        _radius(summary),
-        _motion(found, summary, tol),
-        _meeting(found, summary),
-        _quality(summary),
-    )
+    """Sentences: the last Jacobian, what the states do, what that does to the task, which comes
+    first where the task is lost. `tol` is the tolerance of the summary."""
+    sentences = [_radius(summary), _motion(found, summary, tol), _meeting(found, summary)]
+    sentences.insert(0 if _lost(summary) else len(sentences), _quality(summary))
     return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _lost(summary: Summary) -> bool:
+    """Whether the task is done notably worse after the most turns."""
+    before, after = summary.quality
+    if before is None or after is None:
+        return False
+    if summary.quality_name == "token loss":
+        return after > (1 + WORSE) * before
+    return before - after > WORSE
 
 
 def _radius(summary: Summary) -> str:
@@ -104,6 +110,6 @@ def _quality(summary: Summary) -> str:
         return f"Accuracy is {before:.1%} at turn {base} and {after:.1%} at {last}."
     word = "falls" if after < before else "rises"
     moved = f"Accuracy {word} from {before:.1%} at turn {base} to {after:.1%} at {last}."
-    if before - after > WORSE and summary.converged >= MOST * summary.samples:
+    if _lost(summary) and summary.converged >= MOST * summary.samples:
         return f"{moved} So the states come to rest, but not at the answer."
     return moved

@@ -46,6 +46,8 @@ class ChatsKind(DataKind):
         drawn = derive(seed, "data") % 2**32
         train, validation = load_chats(section, tokenizer, drawn, quiet=quiet)
         notes = [f"data: {train.info}"]
+        if train.info.warning:
+            notes.append(f"warning: {train.info.warning}")
         pad = tokenizer.pad_token_id or 0
         source: Source = PaddedChats(train, pad)
         if section.packing:

@@ -41,6 +41,7 @@ class Family(ABC):
         from_data: fields of the section that follow from the data where a recipe gives none.
         precision: of a run whose recipe gives none.
         shards: whether a run may share its weights out among processes.
+        captures: whether a turn asks no tensor for its values, so that a CUDA graph can capture it.
         packs: whether a turn keeps documents that follow each other in one row apart.
         causal_lm: whether its models are causal language models of transformers with their turns
             in the configuration, as lm-eval and `generate` of transformers take them.
@@ -54,6 +55,7 @@ class Family(ABC):
     from_data: ClassVar[tuple[str, ...]] = ()
     precision: ClassVar[str] = "mixed"
     shards: ClassVar[bool] = True
+    captures: ClassVar[bool] = True
     packs: ClassVar[bool] = False
     causal_lm: ClassVar[bool] = False
     code: ClassVar[str | None] = None

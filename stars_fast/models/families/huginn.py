@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stars_fast.base.checks import check_integer
@@ -97,7 +98,8 @@ class HuginnLoop(Loop):
         if seeds is not None and self.model.training:
             seed = torch.tensor(seeds)
             if samples.packed:
-                seed = seed.repeat_interleave(torch.tensor(samples.lengths)).unsqueeze(0)
+                seed = seed.repeat_interleave(torch.tensor(samples.lengths))
+                seed = F.pad(seed, (0, samples.length - len(seed))).unsqueeze(0)
             else:
                 seed = seed.unsqueeze(1)
             seed = seed.to(inputs.device, non_blocking=True)
@@ -106,7 +108,8 @@ class HuginnLoop(Loop):
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         if inputs is None:
             raise ValueError("inputs: expected those of begin, [B, S, D], got None")
-        model, context = self.model, self.model.prepare(h, cu_seqlens=samples.cu_seqlens)
+        model = self.model
+        context = model.prepare(h, tokens=samples if samples.packed else None)
         return lambda x: model.turn(x, inputs, context)
 
     def logits(self, h: Tensor) -> Tensor:
@@ -125,6 +128,10 @@ class HuginnLoop(Loop):
     @property
     def layers(self) -> list[nn.Module]:
         return self.model.core_layers
+
+    @property
+    def turn_modules(self) -> list[nn.Module]:
+        return [*self.layers, self.model.part("adapter")]
 
     def outside_block(self, supervised: float) -> float:
         config = self.model.config

@@ -142,6 +142,11 @@ class LoopedDecoderLoop(Loop):
     def layers(self) -> list[nn.Module]:
         return list(self.model.model.block)
 
+    @property
+    def turn_modules(self) -> list[nn.Module]:
+        adapter = self.model.model.adapter
+        return self.layers if adapter is None else [*self.layers, adapter]
+
     def outside_block(self, supervised: float) -> float:
         inner = self.model.model
         layers = matrix_weights(inner.prelude_layers, inner.coda_layers)
@@ -163,6 +168,7 @@ class LoopedDecoderFamily(Family):
     model_type = "looped_decoder"
     section = LoopedDecoderSection
     packs = True
+    captures = False  # layers of another library
     causal_lm = True
     code = "modeling_looped_decoder_portable"
 

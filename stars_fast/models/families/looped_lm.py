@@ -81,6 +81,11 @@ class LoopedLoop(Loop):
     def layers(self) -> list[nn.Module]:
         return list(self.model.block)
 
+    @property
+    def turn_modules(self) -> list[nn.Module]:
+        adapter = self.model.adapter
+        return self.layers if adapter is None else [*self.layers, adapter]
+
     def outside_block(self, supervised: float) -> float:
         layers = matrix_weights(self.model.prelude_layers, self.model.coda_layers)
         head = supervised * self.model.config.vocab_size * self.model.config.d_model
@@ -145,6 +150,7 @@ class LoopedFamily(Family):
             vocabulary=section.vocab_size,
             tied=True,
             native=False,
+            injection=2 * d**2 if section.injection == "adapter" else 0,
         )
 
     def start(self, section: LoopedSection, dtype: torch.dtype, seed: int) -> tuple[LoopedLM, Any]:

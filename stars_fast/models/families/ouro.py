@@ -89,7 +89,7 @@ class OuroLoop(Loop):
 
     def turn(self, h: Tensor, samples: Tokens, inputs: Tensor | None = None) -> Turn:
         model = self.model.model
-        context = model.prepare(h, cu_seqlens=samples.cu_seqlens)
+        context = model.prepare(h, tokens=samples if samples.packed else None)
         return lambda x: model.turn(x, context)
 
     def logits(self, h: Tensor) -> Tensor:

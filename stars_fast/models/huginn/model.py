@@ -33,6 +33,7 @@ from stars_fast.models.huginn.state import fresh_seeds, noise_state
 from stars_fast.models.ouro.context import Context, make_context
 from stars_fast.models.ouro.loading import check_keys
 from stars_fast.models.plain_linear import project
+from stars_fast.tokens import Tokens
 
 _WHERE = ("subfolder", "revision", "cache_dir", "local_files_only", "token", "force_download")
 
@@ -156,6 +157,7 @@ class HuginnParts(HuginnPreTrainedModel):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: HuginnCache | None = None,
+        tokens: Tokens | None = None,
     ) -> Context:
         """The context of one call's layers, for states of h's shape, dtype and device; arguments
         and errors as `ouro.context.make_context`."""
@@ -167,6 +169,7 @@ class HuginnParts(HuginnPreTrainedModel):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             cache=cache,
+            tokens=tokens,
         )
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -69,9 +69,11 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, visible: Visible, scale: float) -> T
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """Documents of one row, each by itself, at the default scale D^-1/2: one kernel where PyTorch
-    has it, else one call each."""
+    has it, else one call each, or with a mask where the host is not to ask for their lengths."""
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16):
         return _varlen(q, k, v, visible)
+    if visible.tokens.longest is not None:
+        return _sdpa(q, k, v, visible, q.shape[-1] ** -0.5)
     grouped = q.shape[1] != k.shape[1]
     lengths, window = visible.tokens.lengths, visible.window
     # Split rather than sliced: the backward of a slice fills a tensor of the whole row.
@@ -129,7 +131,7 @@ def _interface(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     options: dict[str, Any] = {}
-    mask: Any = visible.tokens.real
+    mask: Any = None if visible.tokens.packed else visible.tokens.real
     if name == "flex_attention":
         mask = visible.flex_mask(q.shape[2], k.shape[2], q.device)
     elif visible.tokens.packed:

@@ -79,6 +79,7 @@ def make_context(
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     cache: OuroCache | None = None,
+    tokens: Tokens | None = None,
 ) -> Context:
     """Check the arguments of a call and work out what its layers share.
 
@@ -90,12 +91,17 @@ def make_context(
             or stay within a row, a packed document begins; not with a mask.
         cu_seqlens: [n + 1] integers, bounds of documents packed in a batch of one row.
         cache: its tokens come before these.
+        tokens: these, instead of what the arguments before say, and not checked again; without a
+            cache.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or shape, named.
     """
     past = 0 if cache is None else cache.get_seq_length()
-    tokens = describe_tokens(h, attention_mask, position_ids, cu_seqlens, past, look=True)
+    if tokens is None:
+        tokens = describe_tokens(h, attention_mask, position_ids, cu_seqlens, past, look=True)
+    else:
+        tokens = tokens.to(h.device)
     if past and tokens.packed:
         raise ValueError("cu_seqlens: expected None with a cache that holds tokens, got a tensor")
     if past and tokens.restarts is not None:

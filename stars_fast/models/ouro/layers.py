@@ -3,11 +3,13 @@
     h = h + N2(attention(N1(h)))        h = h + N4(mlp(N3(h)))
 
 Every op is one of `stars_fast.functional`, or a linear map. A layer needs no weights but its own,
-so that it can be sharded, checkpointed and moved by itself.
+so that it can be sharded, checkpointed and moved by itself; where nothing of that is done, the norm
+that closes a layer and the next layer's first are one op (`chained`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from stars_fast import functional
 from stars_fast.models.ouro.attention import attend
 from stars_fast.models.ouro.config import OURO_ACTIVATIONS, OuroConfig
-from stars_fast.models.plain_linear import gated_mlp, is_plain, project_heads, project_merged
+from stars_fast.models.plain_linear import gated_mlp, is_plain, project_attention, project_merged
 
 if TYPE_CHECKING:
     from stars_fast.models.ouro.context import Context
@@ -41,6 +43,8 @@ class OuroRMSNorm(nn.Module):
 class OuroAttention(nn.Module):
     """Causal attention with rotary positions and grouped heads, [.., B, S, D] -> [.., B, S, D]."""
 
+    joint = (("q_proj", "k_proj", "v_proj"),)
+
     def __init__(self, config: OuroConfig, layer: int) -> None:
         super().__init__()
         self.config = config
@@ -62,9 +66,8 @@ class OuroAttention(nn.Module):
     def forward(self, x: Tensor, context: Context, turn: int) -> Tensor:
         context = context.on(x.device)
         tables = context.cos, context.sin
-        q = project_heads(self.q_proj, x, self.head_dim, tables)
-        k = project_heads(self.k_proj, x, self.head_dim, tables)
-        v = project_heads(self.v_proj, x, self.head_dim)
+        maps = self.q_proj, self.k_proj, self.v_proj
+        q, k, v = project_attention(*maps, x, self.head_dim, tables)
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, context.rows)
         out = attend(self, q, k, v, context.visible[self.kind])
@@ -73,6 +76,8 @@ class OuroAttention(nn.Module):
 
 class OuroMLP(nn.Module):
     """down(f(gate(x)) * up(x)), [.., D] -> [.., D]."""
+
+    joint = (("gate_proj", "up_proj"),)
 
     def __init__(self, config: OuroConfig) -> None:
         super().__init__()
@@ -99,11 +104,46 @@ class OuroDecoderLayer(nn.Module):
         self.post_attention_layernorm_2 = OuroRMSNorm(*size)
 
     def forward(self, h: Tensor, context: Context, turn: int = 0) -> Tensor:
-        branch = self.self_attn(self.input_layernorm(h), context, turn)
+        h, branch = self._branches(h, self.input_layernorm(h), context, turn)
+        return functional.add(h, self.post_attention_layernorm_2(branch, h.dtype))
+
+    def chained(
+        self, h: Tensor, x: Tensor, following: OuroRMSNorm, context: Context, turn: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """The layer between norms: from h and x = N1(h) to the h after it and `following` of that,
+        the first norm of the next layer or the closing one, in one pass over memory."""
+        h, branch = self._branches(h, x, context, turn)
+        out = self.post_attention_layernorm_2
+        weights = out.weight, following.weight
+        return functional.sandwich(branch, h, *weights, out.eps, following.eps)
+
+    def _branches(self, h: Tensor, x: Tensor, context: Context, turn: int) -> tuple[Tensor, Tensor]:
+        """h after attention, and what the MLP gives."""
+        branch = self.self_attn(x, context, turn)
         out, into = self.input_layernorm_2, self.post_attention_layernorm
         if is_plain(out) and is_plain(into):  # h + N2(branch) and N3 of it in one
             h, x = functional.sandwich(branch, h, out.weight, into.weight, out.eps, into.eps)
         else:
             h = functional.add(h, out(branch, h.dtype))
             x = into(h)
-        return functional.add(h, self.post_attention_layernorm_2(self.mlp(x), h.dtype))
+        return h, self.mlp(x)
+
+
+CHAINED_ON = {"cuda"}
+"""Devices whose layers run `chained`: on the CPU it makes no difference that can be measured."""
+
+
+def can_chain(layers: Iterable[nn.Module], norm: nn.Module, device: torch.device) -> bool:
+    """Whether layers run by `chained`, the last before `norm`: it pays on the device, nothing waits
+    for a call of a layer or norm (hooks, FSDP, torch.compile), and a layer may read the next one's
+    weights."""
+    if device.type not in CHAINED_ON:
+        return False
+    norms = [norm]
+    for layer in layers:
+        if type(layer) is not OuroDecoderLayer or layer._compiled_call_impl is not None:
+            return False
+        if not is_plain(layer):
+            return False
+        norms += [layer.input_layernorm, layer.post_attention_layernorm_2]
+    return all(type(each) is OuroRMSNorm and is_plain(each) for each in norms)

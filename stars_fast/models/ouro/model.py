@@ -20,9 +20,10 @@ from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context, windows_of
 from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, turns_and_threshold
-from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm
+from stars_fast.models.ouro.layers import OuroDecoderLayer, OuroRMSNorm, can_chain
 from stars_fast.models.ouro.loading import GATE_KEYS, check_loaded, set_stop
 from stars_fast.models.ouro.rotary import Rotary
+from stars_fast.tokens import Tokens
 
 
 @dataclass
@@ -129,6 +130,7 @@ class OuroModel(OuroPreTrainedModel):
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: OuroCache | None = None,
+        tokens: Tokens | None = None,
     ) -> Context:
         """The context of one call's turns; arguments and errors as `context.make_context`."""
         return make_context(
@@ -139,6 +141,7 @@ class OuroModel(OuroPreTrainedModel):
             position_ids=position_ids,
             cu_seqlens=cu_seqlens,
             cache=cache,
+            tokens=tokens,
         )
 
     def turn(self, h: Tensor, context: Context, index: int = 0) -> Tensor:
@@ -156,12 +159,27 @@ class OuroModel(OuroPreTrainedModel):
 
     def _layers(self, h: Tensor, context: Context, index: int) -> Tensor:
         recompute = self._recomputes()
+        if can_chain(self.layers, self.norm, h.device):
+            return self._chain(h, context, index, recompute)
         for layer in self.layers:
             if recompute:
                 h = self._gradient_checkpointing_func(layer, h, context, index)
             else:
                 h = layer(h, context, index)
         return self.norm(h)
+
+    def _chain(self, h: Tensor, context: Context, index: int, recompute: bool) -> Tensor:
+        """`_layers` with each norm that closes a layer and the next norm as one op."""
+        layers: list[Any] = list(self.layers)
+        x = layers[0].input_layernorm(h)
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            norm = self.norm if following is None else following.input_layernorm
+            if recompute:
+                run = self._gradient_checkpointing_func
+                h, x = run(layer.chained, h, x, norm, context, index)
+            else:
+                h, x = layer.chained(h, x, norm, context, index)
+        return x
 
     def forward(
         self,

@@ -49,8 +49,9 @@ class Visible:
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest of packed documents."""
-        return max(self.tokens.lengths)
+        """Tokens of the longest of packed documents, or a bound of it."""
+        bound = self.tokens.longest
+        return max(self.tokens.lengths) if bound is None else bound
 
     def flex_mask(self, queries: int, keys: int, device: torch.device) -> Any:
         """The same for FlexAttention, [B or 1, 1, queries, keys]; made once."""

@@ -1,4 +1,4 @@
-"""Backward of the dual attention.
+"""Backward of the dual attention: what its designs share, and which of them runs.
 
 With g = O_bar, b = O_dot_bar, for P and S_dot computed again from lse and mu, tile by tile:
     D = rowsum(b O)    D_dot = rowsum(g O + b O_dot)    E = b V^T - D    P_dot = P (S_dot - mu)
@@ -6,11 +6,14 @@ With g = O_bar, b = O_dot_bar, for P and S_dot computed again from lse and mu, t
     V_dot_bar = P^T b            V_bar = P_dot^T b + P^T g
     K_dot_bar = s dS^T Q         K_bar = s (dS_dot^T Q + dS^T Q_dot)
     Q_dot_bar = s dS K           Q_bar = s (dS_dot K + dS K_dot)
-One kernel for D and D_dot; one or two whose programs hold keys and go through the queries of all
-heads that share them; one whose programs hold queries. So no two programs add to one number.
+One kernel here for D and D_dot; the rest by a design of `DESIGNS`.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,25 +21,18 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton.attention_parts import (
-    CAUSAL,
-    FULL,
-    LOG2E,
-    SPANS,
     VARYING,
+    Backward,
     constants,
-    key_tiles,
     load_tile,
     place,
     plane,
     positive_scale,
     rows_contiguous,
-    span,
-    spans_and_stride,
-    store_pair,
     strides,
-    visible_keys,
 )
-from stars_fast.ops.triton.tiles import JOINT_WIDTH, Tile, pick
+from stars_fast.ops.triton.attention_split import split
+from stars_fast.ops.triton.tiles import Tile, architecture
 
 ROWS = 16  # of a program of _row_sums; more of the widest heads spill
 
@@ -88,273 +84,72 @@ def _row_sums(
     tl.store(sums + half, tl.sum(tl.where(own, d_dot, 0.0), 1), rows < length)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _backward_keys(
-    q,
-    k,
-    v,
-    grad,
-    lse,
-    mu,
-    sums,
-    k_grad,
-    v_grad,
-    spans,
-    span_batch,
-    key_spans,
-    key_span_batch,
-    q_half,
-    q_batch,
-    q_head,
-    q_row,
-    k_half,
-    k_batch,
-    k_head,
-    k_row,
-    v_half,
-    v_batch,
-    v_head,
-    v_row,
-    grad_half,
-    grad_batch,
-    grad_head,
-    grad_row,
-    batches,
-    heads,
-    length,
-    keys,
-    scale,
-    DO_K: tl.constexpr,
-    DO_V: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    MODE: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HELD: tl.constexpr,
-    STREAMED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Gradients of a block of keys, of values, or both; all tiles are keys x queries."""
-    block, head, batch = place(heads, batches)
-    rows = block * HELD + tl.arange(0, HELD)
-    columns = tl.arange(0, WIDTH)
-    k = plane(k, batch, head, k_batch, k_head, UNIT)
-    k_tile = load_tile(k, rows, k_row * UNIT, columns, keys, D, True)
-    k += k_half.to(tl.int64) * UNIT
-    k_dot = load_tile(k, rows, k_row * UNIT, columns, keys, D, True)
-    if DO_K:
-        v = plane(v, batch, head, v_batch, v_head, UNIT)
-        v_tile = load_tile(v, rows, v_row * UNIT, columns, keys, D, True)
-        v += v_half.to(tl.int64) * UNIT
-        v_dot = load_tile(v, rows, v_row * UNIT, columns, keys, D, True)
-        k_bar = tl.zeros((HELD, WIDTH), tl.float32)
-        k_dot_bar = tl.zeros((HELD, WIDTH), tl.float32)
-    if DO_V:
-        v_bar = tl.zeros((HELD, WIDTH), tl.float32)
-        v_dot_bar = tl.zeros((HELD, WIDTH), tl.float32)
-
-    first = 0
-    last = length
-    if MODE == CAUSAL:
-        first = block * HELD
-    if MODE == SPANS:
-        seen_from, seen_to = span((key_spans, key_span_batch), batch, rows, keys, length, MODE)
-        first = tl.min(seen_from, 0)
-        last = tl.max(seen_to, 0)
-    q_half = q_half.to(tl.int64) * UNIT
-    grad_half = grad_half.to(tl.int64) * UNIT
-    sums_half = batches.to(tl.int64) * heads * GROUP * length
-    for member in range(GROUP):
-        query_head = head * GROUP + member
-        q_plane = plane(q, batch, query_head, q_batch, q_head, UNIT)
-        grad_plane = plane(grad, batch, query_head, grad_batch, grad_head, UNIT)
-        statistics = (batch.to(tl.int64) * heads * GROUP + query_head) * length
-        for start in range(first, last, STREAMED):
-            queries = start + tl.arange(0, STREAMED)
-            # Rows past the last are 0 in q, g, b and the sums: whatever P, they add 0.
-            inside = queries < length
-            tile = load_tile(q_plane, queries, q_row * UNIT, columns, length, D, True)
-            tile_dot = load_tile(q_plane + q_half, queries, q_row * UNIT, columns, length, D, True)
-            s = tl.dot(k_tile, tl.trans(tile), input_precision=PRECISION)
-            s_dot = tl.dot(k_dot, tl.trans(tile), input_precision=PRECISION)
-            s_dot = tl.dot(k_tile, tl.trans(tile_dot), s_dot, input_precision=PRECISION)
-            top = tl.load(lse + statistics + queries, inside, 0.0)
-            log_sum = tl.load(lse + sums_half + statistics + queries, inside, 0.0)
-            mu_row = tl.load(mu + statistics + queries, inside, 0.0)
-            p = tl.exp2((s - top[None, :]) * (scale * LOG2E) - log_sum[None, :])
-            if MODE != FULL:
-                lo, hi = span((spans, span_batch), batch, queries, length, keys, MODE)
-                p = tl.where(visible_keys(rows[:, None], lo[None, :], hi[None, :], MODE), p, 0.0)
-            p_dot = p * ((s_dot - mu_row[None, :]) * scale)
-            g = load_tile(grad_plane, queries, grad_row * UNIT, columns, length, D, True)
-            b = load_tile(
-                grad_plane + grad_half, queries, grad_row * UNIT, columns, length, D, True
-            )
-            if DO_V:
-                weights = p.to(q.dtype.element_ty)
-                v_dot_bar = tl.dot(weights, b, v_dot_bar, input_precision=PRECISION)
-                v_bar = tl.dot(weights, g, v_bar, input_precision=PRECISION)
-                weights = p_dot.to(q.dtype.element_ty)
-                v_bar = tl.dot(weights, b, v_bar, input_precision=PRECISION)
-            if DO_K:
-                d = tl.load(sums + statistics + queries, inside, 0.0)
-                d_dot = tl.load(sums + sums_half + statistics + queries, inside, 0.0)
-                e = tl.dot(v_tile, tl.trans(b), input_precision=PRECISION) - d[None, :]
-                e_dot = tl.dot(v_tile, tl.trans(g), input_precision=PRECISION)
-                e_dot = tl.dot(v_dot, tl.trans(b), e_dot, input_precision=PRECISION)
-                s_bar = p_dot * e + p * (e_dot - d_dot[None, :])
-                s_dot_bar = (p * e).to(q.dtype.element_ty)
-                k_dot_bar = tl.dot(s_dot_bar, tile, k_dot_bar, input_precision=PRECISION)
-                k_bar = tl.dot(s_dot_bar, tile_dot, k_bar, input_precision=PRECISION)
-                k_bar = tl.dot(s_bar.to(q.dtype.element_ty), tile, k_bar, input_precision=PRECISION)
-
-    if DO_K:
-        k_bar *= scale
-        k_dot_bar *= scale
-        store_pair(
-            k_grad, k_bar, k_dot_bar, batch, head, batches, heads, rows, columns, keys, D
-        )  # fmt: skip
-    if DO_V:
-        store_pair(
-            v_grad, v_bar, v_dot_bar, batch, head, batches, heads, rows, columns, keys, D
-        )  # fmt: skip
+def row_sums(grad: Tensor, out: Tensor) -> Tensor:
+    """D and D_dot, [2, B, H, Sq] in fp32, of the cotangents and results [2, B, H, Sq, D]."""
+    _, batch, heads, length, _ = out.shape
+    sums = torch.empty(2, batch, heads, length, dtype=torch.float32, device=out.device)
+    unit, steps = strides(grad, out)
+    shared = constants(out, out, None, False, unit, Tile(ROWS, 1, 4, 1))
+    used = {name: x for name, x in shared.items() if name not in ("GROUP", "MODE", "STREAMED")}
+    _row_sums[(triton.cdiv(length, ROWS) * batch * heads,)](
+        grad, out, sums, *steps, batch, heads, length, **used
+    )
+    return sums
 
 
-@triton.jit
-def _queries_tile(
-    state,
-    held,
-    k,
-    v,
-    rows,
-    keys,
-    scale,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MODE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Adds what the keys `rows` give to q_bar and q_dot_bar."""
-    q_bar, q_dot_bar = state
-    q, q_dot, g, b, top, log_sum, mu, d, d_dot, lo, hi = held
-    k, k_half, k_row = k
-    v, v_half, v_row = v
-    columns = tl.arange(0, WIDTH)
-    k_tile = load_tile(k, rows, k_row, columns, keys, D, MASKED)
-    k_dot = load_tile(k + k_half, rows, k_row, columns, keys, D, MASKED)
-    s = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION)
-    s_dot = tl.dot(q_dot, tl.trans(k_tile), input_precision=PRECISION)
-    s_dot = tl.dot(q, tl.trans(k_dot), s_dot, input_precision=PRECISION)
-    p = tl.exp2((s - top[:, None]) * (scale * LOG2E) - log_sum[:, None])
-    if MASKED:
-        p = tl.where(visible_keys(rows[None, :], lo[:, None], hi[:, None], MODE), p, 0.0)
-    p_dot = p * ((s_dot - mu[:, None]) * scale)
-    tile = tl.trans(load_tile(v, rows, v_row, columns, keys, D, MASKED))
-    e = tl.dot(b, tile, input_precision=PRECISION) - d[:, None]
-    e_dot = tl.dot(g, tile, input_precision=PRECISION)
-    tile = tl.trans(load_tile(v + v_half, rows, v_row, columns, keys, D, MASKED))
-    e_dot = tl.dot(b, tile, e_dot, input_precision=PRECISION)
-    s_bar = (p_dot * e + p * (e_dot - d_dot[:, None])).to(q.dtype)
-    s_dot_bar = (p * e).to(q.dtype)
-    q_dot_bar = tl.dot(s_dot_bar, k_tile, q_dot_bar, input_precision=PRECISION)
-    q_bar = tl.dot(s_dot_bar, k_dot, q_bar, input_precision=PRECISION)
-    q_bar = tl.dot(s_bar, k_tile, q_bar, input_precision=PRECISION)
-    return q_bar, q_dot_bar
+class Design(NamedTuple):
+    """A way to compute the gradients.
+
+    Attributes:
+        run: fills q_grad, k_grad and v_grad, [2, B, S, heads, D] contiguous in q's dtype. Neither
+            queries nor keys are none, and the scale is above 0.
+        deterministic: whether the bits are the same each time.
+        takes: whether it takes tensors like q [2, B, H, Sq, D].
+    """
+
+    run: Callable[[Backward, Tensor, Tensor, Tensor], None]
+    deterministic: bool
+    takes: Callable[[Tensor], bool]
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _backward_queries(
-    q,
-    k,
-    v,
-    grad,
-    lse,
-    mu,
-    sums,
-    q_grad,
-    spans,
-    span_batch,
-    q_half,
-    q_batch,
-    q_head,
-    q_row,
-    k_half,
-    k_batch,
-    k_head,
-    k_row,
-    v_half,
-    v_batch,
-    v_head,
-    v_row,
-    grad_half,
-    grad_batch,
-    grad_head,
-    grad_row,
-    batches,
-    heads,
-    length,
-    keys,
-    scale,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    MODE: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HELD: tl.constexpr,
-    STREAMED: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Gradients of a block of queries."""
-    block, head, batch = place(heads, batches)
-    if MODE == CAUSAL:  # the longest first
-        block = tl.cdiv(length, HELD) - 1 - block
-    rows = block * HELD + tl.arange(0, HELD)
-    columns = tl.arange(0, WIDTH)
-    inside = rows < length
-    q = plane(q, batch, head, q_batch, q_head, UNIT)
-    q_tile = load_tile(q, rows, q_row * UNIT, columns, length, D, True)
-    q += q_half.to(tl.int64) * UNIT
-    q_dot = load_tile(q, rows, q_row * UNIT, columns, length, D, True)
-    grad = plane(grad, batch, head, grad_batch, grad_head, UNIT)
-    g = load_tile(grad, rows, grad_row * UNIT, columns, length, D, True)
-    grad += grad_half.to(tl.int64) * UNIT
-    b = load_tile(grad, rows, grad_row * UNIT, columns, length, D, True)
-    statistics = (batch.to(tl.int64) * heads + head) * length + rows
-    sums_half = batches.to(tl.int64) * heads * length
-    top = tl.load(lse + statistics, inside, 0.0)
-    log_sum = tl.load(lse + sums_half + statistics, inside, 0.0)
-    mu_rows = tl.load(mu + statistics, inside, 0.0)
-    d = tl.load(sums + statistics, inside, 0.0)
-    d_dot = tl.load(sums + sums_half + statistics, inside, 0.0)
-    lo, hi = span((spans, span_batch), batch, rows, length, keys, MODE)
-    k = plane(k, batch, head // GROUP, k_batch, k_head, UNIT)
-    v = plane(v, batch, head // GROUP, v_batch, v_head, UNIT)
-    k = k, k_half.to(tl.int64) * UNIT, k_row * UNIT
-    v = v, v_half.to(tl.int64) * UNIT, v_row * UNIT
+def _warpgroups(given: Backward, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> None:
+    # Here, because no other design needs Gluon, which Triton calls experimental.
+    from stars_fast.ops.triton.attention_warpgroups import warpgroups
 
-    zeros = tl.zeros((HELD, WIDTH), tl.float32)
-    state = zeros, zeros
-    held = q_tile, q_dot, g, b, top, log_sum, mu_rows, d, d_dot, lo, hi
-    start, before, whole, masked = key_tiles(lo, hi, MODE, STREAMED)
-    start += tl.arange(0, STREAMED)
-    for t in range(before, before + whole):
-        tile_rows = start + t * STREAMED
-        state = _queries_tile(
-            state, held, k, v, tile_rows, keys, scale, D, WIDTH, MODE, PRECISION, False
-        )
-    for t in range(masked):
-        tile_rows = start + (t + tl.where(t < before, 0, whole)) * STREAMED
-        state = _queries_tile(
-            state, held, k, v, tile_rows, keys, scale, D, WIDTH, MODE, PRECISION, True
-        )
-    q_bar, q_dot_bar = state
-    q_bar *= scale
-    q_dot_bar *= scale
-    store_pair(
-        q_grad, q_bar, q_dot_bar, batch, head, batches, heads, rows, columns, length, D
-    )  # fmt: skip
+    warpgroups(given, q_grad, k_grad, v_grad)
+
+
+def _takes_warpgroups(q: Tensor) -> bool:
+    """sm_90, and 16-bit heads up to 128 wide in rows of whole 16 bytes."""
+    width = q.shape[-1]
+    fits = width <= 128 and width % 8 == 0 and q.dtype in (torch.float16, torch.bfloat16)
+    return fits and architecture(q.device) == "sm_90"
+
+
+DESIGNS = {
+    "split": Design(split, True, lambda q: True),
+    "warpgroups": Design(_warpgroups, False, _takes_warpgroups),
+}
+# By architecture; "split" where an architecture is not named or the design does not take a tensor.
+CHOSEN: dict[str, str] = {}
+OVERRIDE = "STARS_FAST_ATTENTION_BACKWARD"
+"""Environment variable with the name of a design, for comparisons: it is taken where CHOSEN would
+be, by tensors that it takes."""
+
+
+def design(q: Tensor) -> str:
+    """The name of the design for tensors like q: always a deterministic one with
+    `torch.use_deterministic_algorithms(True)`.
+
+    Raises:
+        ValueError: the environment names a design that is not there.
+    """
+    name = os.environ.get(OVERRIDE) or CHOSEN.get(architecture(q.device), "split")
+    if name not in DESIGNS:
+        raise ValueError(f"{OVERRIDE}: expected one of {tuple(DESIGNS)}, got {name!r}")
+    fixed = torch.are_deterministic_algorithms_enabled()
+    found = DESIGNS[name]
+    return name if found.takes(q) and (found.deterministic or not fixed) else "split"
 
 
 def attention_backward(
@@ -370,7 +165,7 @@ def attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v.
+    """Gradients of q, k and v, by the design for them.
 
     Args:
         grad: [2, B, H, Sq, D] in q's dtype, the cotangents of O and O_dot.
@@ -382,73 +177,39 @@ def attention_backward(
         [2, B, H, Sq, D], [2, B, Hkv, Sk, D] and [2, B, Hkv, Sk, D] in q's dtype and the memory
         order [2, B, S, H, D].
     """
+    return backward_by(
+        design(q), grad, q, k, v, out, lse, mu, spans, key_spans, causal, scale
+    )  # fmt: skip
+
+
+def backward_by(
+    name: str,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mu: Tensor,
+    spans: Tensor | None,
+    key_spans: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention_backward` by the design `name`."""
     q, sign, scale = positive_scale(q, scale)
     grad, q, k, v, out = rows_contiguous(grad, q, k, v, out)
     _, batch, heads, length, width = q.shape
     kv_heads, keys = k.shape[2:4]
     q_grad = q.new_empty(2, batch, length, heads, width)
     k_grad, v_grad = (q.new_empty(2, batch, keys, kv_heads, width) for _ in range(2))
-    results = q_grad.transpose(2, 3), k_grad.transpose(2, 3), v_grad.transpose(2, 3)
     if mu.numel() == 0 or keys == 0:
-        for x in results:
+        for x in (q_grad, k_grad, v_grad):
             x.zero_()
-        return results
-
-    planes = batch * heads
-    sums = torch.empty((2, *mu.shape), dtype=torch.float32, device=q.device)
-    unit, steps = strides(grad, out)
-    tile = Tile(ROWS, 1, 4, 1)
-    shared = constants(q, k, spans, causal, unit, tile)
-    used = {name: x for name, x in shared.items() if name not in ("GROUP", "MODE", "STREAMED")}
-    _row_sums[(triton.cdiv(length, ROWS) * planes,)](
-        grad, out, sums, *steps, batch, heads, length, **used
-    )
-
-    unit, steps = strides(q, k, v, grad)
-    query_spans = spans_and_stride(spans)
-    for kernel in ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k"):
-        tile = pick(kernel, q)
-        _backward_keys[(triton.cdiv(keys, tile.held) * batch * kv_heads,)](
-            q,
-            k,
-            v,
-            grad,
-            lse,
-            mu,
-            sums,
-            k_grad,
-            v_grad,
-            *query_spans,
-            *spans_and_stride(key_spans),
-            *steps,
-            batch,
-            kv_heads,
-            length,
-            keys,
-            scale,
-            DO_K=kernel != "keys_v",
-            DO_V=kernel != "keys_k",
-            **constants(q, k, spans, causal, unit, tile),
-        )
-    tile = pick("queries", q)
-    _backward_queries[(triton.cdiv(length, tile.held) * planes,)](
-        q,
-        k,
-        v,
-        grad,
-        lse,
-        mu,
-        sums,
-        q_grad,
-        *query_spans,
-        *steps,
-        batch,
-        heads,
-        length,
-        keys,
-        scale,
-        **constants(q, k, spans, causal, unit, tile),
-    )
+    else:
+        sums = row_sums(grad, out)
+        given = Backward(grad, q, k, v, lse, mu, sums, spans, key_spans, causal, scale)
+        DESIGNS[name].run(given, q_grad, k_grad, v_grad)
     if sign != 1:
         q_grad *= sign
-    return results
+    return q_grad.transpose(2, 3), k_grad.transpose(2, 3), v_grad.transpose(2, 3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,34 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FULL = tl.constexpr(0)
 CAUSAL = tl.constexpr(1)
 SPANS = tl.constexpr(2)
+
+
+class Backward(NamedTuple):
+    """The inputs of a backward.
+
+    Attributes:
+        grad: [2, B, H, Sq, D] in q's dtype, the cotangents of O and O_dot.
+        q, k, v: as the forward has them, the last dimension contiguous.
+        lse, mu: results of the forward.
+        sums: fp32 [2, B, H, Sq], D = rowsum(b O) and D_dot = rowsum(g O + b O_dot).
+        spans: int32 [B or 1, Sq, 2] or None, the keys [from, to) that a query sees.
+        key_spans: int32 [B or 1, Sk, 2] or None, the queries [from, to) among which are all that
+            see a key.
+        causal: without spans: query i sees the keys j <= i.
+        scale: of the logits, above 0.
+    """
+
+    grad: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    mu: Tensor
+    sums: Tensor
+    spans: Tensor | None
+    key_spans: Tensor | None
+    causal: bool
+    scale: float
 
 
 @triton.jit

@@ -24,7 +24,8 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
     low = config.precision != "float32"
     size = 2 if low else 4
     d, f = shape.width, shape.inner
-    cast = config.precision == "mixed" and not config.parallel.sharded and not config.lora.wanted
+    cast = casts(config)
+    anew = cast and not has_copies(config)  # by autocast, in each micro-batch
     weights = 0 if config.lora.wanted else size * shape.block_weights
     rank = config.lora.rank or 0
     adapters = rank * (7 if shape.gated else 6)
@@ -33,7 +34,11 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
     layer += 4 * shape.heads * tokens
     again = size * (2 * d + f) * tokens if shape.native else 0
     state = size * d * tokens
-    own = 2 * shape.layer_weights if cast else 0
+    own = 2 * shape.layer_weights if anew else 0
+    # A chained layer starts from the state and its norm (`models.ouro.layers`), which a plain turn
+    # makes again; the closing norm is part of the last
+    chained = config.model.family == "ouro" and _alone(config) and not config.train.compile
+    starts = 2 * state if chained else state
 
     def turn(each: float) -> int:
         return round(shape.layers * each + state * (3 if shape.injection else 1))
@@ -45,16 +50,27 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
         turn=turn(layer),
         layer=round(layer + own),
         turn_selective=turn(layer - again),
-        turn_by_layer=turn(state),
+        turn_by_layer=turn(state) - round(state if chained else 0),
         dual=2 * turn(layer) + round(2 * state),
         dual_layer=round(2 * layer + own),
         dual_selective=2 * turn(layer - again) + round(2 * state),
-        dual_by_layer=2 * turn(state) + round(2 * state),
+        dual_by_layer=2 * turn(starts) + round(2 * state),
         rest=round(rest),
-        shared=2 * shape.block_weights if cast else 0,
-        copies=2 * shape.block_weights if cast else 0,
+        shared=2 * shape.block_weights if anew else 0,
+        copies=2 * shape.block_weights if anew else 0,
         weights=0 if cast or (_alone(config) and config.train.accumulation == 1) else weights,
     )
+
+
+def casts(config: Any) -> bool:
+    """Whether weights are in fp32 and the turns compute with bf16 copies of them that are not
+    FSDP's."""
+    return config.precision == "mixed" and not config.parallel.sharded and not config.lora.wanted
+
+
+def has_copies(config: Any) -> bool:
+    """Whether those copies stay, and gradients are added to the weights' own at once."""
+    return casts(config) and not config.train.compile
 
 
 def _alone(config: Any) -> bool:
@@ -62,7 +78,8 @@ def _alone(config: Any) -> bool:
 
 
 def held(shape: Shape, config: Any, gpus: int) -> int:
-    """Bytes of weights, gradients, averages and what FSDP gathers, on one GPU."""
+    """Bytes of weights, gradients, averages, copies of weights and what FSDP gathers, on one
+    GPU."""
     parameters, parallel = shape.parameters, config.parallel
     full = 2 if config.precision == "bfloat16" else 4
     low = 4 if config.precision == "float32" else 2
@@ -71,6 +88,7 @@ def held(shape: Shape, config: Any, gpus: int) -> int:
     moved = trained(shape, config)
     share = {"fsdp": gpus, "hsdp": parallel.shard or min(gpus, MACHINE)}.get(parallel.kind, 1)
     total = (4 * full * moved + frozen) / share
+    total += 2 * shape.block_weights if has_copies(config) else 0
     if parallel.sharded:
         unit = max(shape.layer_weights, parameters - shape.block_weights)
         gathered = (unit if parallel.reshard else parameters) + 2 * unit

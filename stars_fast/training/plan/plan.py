@@ -15,6 +15,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.models.families import family_named
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import Gpus
+from stars_fast.training.plan.launches import captured_part, row_for_the_gpu, why_no_graphs
 from stars_fast.training.plan.otherwise import Changes, otherwise
 from stars_fast.training.plan.passes import Machine
 from stars_fast.training.plan.rates import rates
@@ -58,7 +59,9 @@ class Plan:
     micro-batches of it on a GPU. tokens_a_row, documents_a_row: without pads. steps, tokens: of the
     run; None where the recipe does not say. ours, sft, published: the ways to run it: as the recipe
     says, SFT at `train.reference_turns`, and the published way, where there is one. fitting:
-    options by each of which it would fit, where it does not.
+    options by each of which it would fit, where it does not. captured: part of the micro-batches
+    that are CUDA graphs. no_graphs: why none is. row_length: of packed rows, from which on the GPU
+    would not wait for the host, where it does; None where there is none.
     """
 
     run: str
@@ -80,6 +83,9 @@ class Plan:
     published: Way | None
     memory: Fit
     fitting: list[str]
+    captured: float
+    no_graphs: str | None
+    row_length: int | None
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -96,10 +102,12 @@ def plan(config: Any, gpus: Gpus, document: int = 600) -> Plan:
     run = _read(config, gpus, document)
     steps = _steps(run)
     config = run.config
+    run = run._replace(captured=captured_part(config, steps))
     chances = config.depth.chances(config.train.steps or 10**9)
     most = max(turns for turns, _ in chances)
     reference = config.train.reference_turns
-    sft = way(run, [(reference, 1.0)], steps, penalised=False)
+    alike = run._replace(captured=float(run.captured > 0))  # one number of turns, captured if any
+    sft = way(alike, [(reference, 1.0)], steps, penalised=False)
     ours = way(run, chances, steps, config.penalised)
     published = published_way(run, chances, steps, config.penalised) if has_published(run) else None
     if config.penalised and steps is not None and config.penalty.start_step:
@@ -130,7 +138,22 @@ def plan(config: Any, gpus: Gpus, document: int = 600) -> Plan:
         published=published,
         memory=fit,
         fitting=[] if fit.fits else _what_fits(config, gpus, document, chances),
+        captured=run.captured,
+        no_graphs=why_no_graphs(config),
+        row_length=_longer_rows(config, gpus, document) if ours.limit == "host" else None,
     )
+
+
+def _longer_rows(config: Any, gpus: Gpus, document: int) -> int | None:
+    """The length of packed rows from which on the run does not wait for the host."""
+
+    def waits(changed: Any) -> bool:
+        run = _read(changed, gpus, document)
+        run = run._replace(captured=captured_part(changed, None))
+        chances = changed.depth.chances(changed.train.steps or 10**9)
+        return way(run, chances, None, changed.penalised).parts["host"] > 0
+
+    return row_for_the_gpu(config, waits)
 
 
 def _shorter(whole: Way, without: Way, before: float) -> Way:

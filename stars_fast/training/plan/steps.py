@@ -50,7 +50,8 @@ LIMITS = {
 
 
 class Run(NamedTuple):
-    """A recipe, read for a number of GPUs; `micro` are the rows of a micro-batch."""
+    """A recipe, read for a number of GPUs; `micro` are the rows of a micro-batch, `captured` the
+    part of the micro-batches that are CUDA graphs, for which the host takes no time."""
 
     config: Any
     shape: Shape
@@ -58,6 +59,7 @@ class Run(NamedTuple):
     gpus: Gpus
     machine: Machine
     micro: int
+    captured: float = 0.0
 
     @property
     def lengths(self) -> list[float]:
@@ -90,7 +92,9 @@ def way(run: Run, chances: list[tuple[int, float]], steps: int | None, penalised
         total, needed = total + found * chance, needed + chance * flops
         overlap += chance * last
     window = run.config.train.accumulation
-    total = total * window + _update(run)
+    total = replace(total, host=total.host * (1 - run.captured)) * window + _update(run)
+    # Beside graphs gradients travel after the last backward
+    overlap *= run.captured == 0
     return _told(run, total, needed * window, _network(run, chances, overlap), steps)
 
 
@@ -150,11 +154,16 @@ def _again(run: Run, recompute: Recompute, turns: int, part: float, forward: Sec
 
 
 def _weights(run: Run, turns: float) -> Seconds:
-    """Traffic of weights and their gradients: each turn adds to the sums; under autocast weights
-    are cast once a micro-batch, and their gradients back."""
+    """Traffic of weights and their gradients: each turn adds to the sums. Under autocast weights
+    are cast once a micro-batch, and their gradients back; copies are made once a step, and products
+    write and read fp32 sums (counted as if nothing of it hid behind the products)."""
     if run.config.lora.wanted:
         return Seconds()
     weights, size = run.shape.block_weights, run.machine.itemsize
+    if memory.has_copies(run.config):
+        window = run.config.train.accumulation
+        moved = 6.0 * turns + (6 - 4) / window  # a step's first product does not read
+        return Seconds(traffic=run.machine.moved(moved * weights))
     moved = 3.0 * size * weights * max(turns - 1, 0)
     if run.config.precision == "mixed":
         moved += (6 + 6) * weights

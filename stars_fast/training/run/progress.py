@@ -19,25 +19,34 @@ def banner(config: RunConfig, title: str, model: nn.Module, batch: str, outside:
     `title` names the model, `batch` says what a step is made of.
     """
     size = sum(p.numel() for p in model.parameters())
-    shown = f"{_size(size)} parameters"
+    shown = f"{size_words(size)} parameters"
     if config.lora.wanted:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        shown += f" ({_size(trained)} of them adapters, which are trained)"
-    depth = config.depth
-    law = (
-        f"{depth.value} turns"
-        if depth.law == "fixed"
-        else f"{depth.law} turns in [{depth.low}, {depth.high}], mean {depth.mean():.2f}"
-    )
-    penalty = ""
-    if config.penalised:
-        start = config.penalty.start_step
-        penalty = f", lambda {config.penalty.weight:g}" + (f" from step {start}" if start else "")
+        shown += f" ({size_words(trained)} of them adapters, which are trained)"
+    penalty = penalty_words(config)
     return (
         f"{config.name}: {config.method}, {title} with {shown}, {batch} "
-        f"a step, {config.train.total_steps:,} steps, {law}{penalty}, {config.precision}, expected "
+        f"a step, {config.train.total_steps:,} steps, {depth_words(config)}, "
+        + (f"{penalty}, " if penalty else "")
+        + f"{config.precision}, expected "
         f"cost {relative_cost(config, outside):.2f} x SFT at {config.train.reference_turns} turns"
     )
+
+
+def depth_words(config: RunConfig) -> str:
+    """The turns of a run: "lognormal turns in [2, 40], mean 5.92"."""
+    depth = config.depth
+    if depth.law == "fixed":
+        return f"{depth.value} turns"
+    return f"{depth.law} turns in [{depth.low}, {depth.high}], mean {depth.mean():.2f}"
+
+
+def penalty_words(config: RunConfig) -> str:
+    """The weight of a run's penalty and the step it begins at; empty without one."""
+    if not config.penalised:
+        return ""
+    start = config.penalty.start_step
+    return f"lambda {config.penalty.weight:g}" + (f" from step {start}" if start else "")
 
 
 class Progress:
@@ -70,9 +79,10 @@ class Progress:
 
     def show(self, row: dict[str, Any]) -> None:
         """Show a line of metrics."""
-        text = summary(row) + f" eta {duration(self.remaining.after_step(row['step'] - 1))}"
+        left = duration(self.remaining.after_step(row["step"] - 1))
+        text = f"eta {left} {summary(row)}"
         if self.bar is not None:
-            self.bar.set_postfix_str(text)
+            self.bar.set_description_str(text)
         elif self.clock - self.last_line > _SECONDS_BETWEEN_LINES or row["step"] == self.steps:
             self.last_line = self.clock
             self.say(f"step {row['step']}/{self.steps} {text}")
@@ -123,7 +133,8 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
-def _size(count: int) -> str:
+def size_words(count: int) -> str:
+    """A number of parameters in millions or billions."""
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
@@ -136,5 +147,12 @@ def _bar(steps: int, step: int) -> Any:
         from tqdm import tqdm
     except ImportError:
         return None
-    form = "{percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}] {postfix}"
-    return tqdm(total=steps, initial=step, bar_format=form, mininterval=0.2, file=sys.stderr)
+    return tqdm(
+        total=steps,
+        initial=step,
+        # What a narrow terminal has no room for is cut off on the right
+        bar_format="{percentage:3.0f}%|{bar:10}| {n_fmt}/{total_fmt} {elapsed} {desc}",
+        dynamic_ncols=True,
+        mininterval=0.2,
+        file=sys.stderr,
+    )

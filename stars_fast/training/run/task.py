@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -124,6 +125,14 @@ class Task:
             f"takes the same ones {size / units:.3g} times on average"
         ]
 
+    def next_commands(self, path: Path) -> list[str]:
+        """Commands that one gives when a run in this folder is done."""
+        run = shlex.quote(str(path))
+        commands = [f"stars-fast analyze {run}"]
+        if kind_named(self.config.data.kind).exact_match:
+            return [f"stars-fast eval {run} --turns 1,2,4,8,16,32,64,100", *commands]
+        return [*commands, f"stars-fast export {run} {shlex.quote(f'{path.name}-model')}"]
+
     def write(self, folder: RunFolder) -> None:
         """Write to the run folder what is needed beside weights; the first process calls it."""
         self.family.keep(self.loop.model, self.tokenizer, folder.model)
@@ -152,8 +161,9 @@ class Judge(ABC):
         """The results at the end of the run, for people."""
 
     @abstractmethod
-    def draw(self, results: Results, folder: Path, unit: str) -> None:
-        """Figures of the results on samples of that name, in the plural."""
+    def draw(self, results: Results, folder: Path, unit: str) -> list[str]:
+        """Draw figures of the results on samples of that name, in the plural; names of the
+        files."""
 
 
 class SumsJudge(Judge):
@@ -181,7 +191,7 @@ class SumsJudge(Judge):
             lines.append(f"{name.replace('accuracy', 'exact match')} by turns  {shown}")
         return lines
 
-    def draw(self, results: Results, folder: Path, unit: str) -> None:
+    def draw(self, results: Results, folder: Path, unit: str) -> list[str]:
         from stars_fast.base.plots import accuracy_against_turns
 
         name = self.config.name
@@ -192,6 +202,7 @@ class SumsJudge(Judge):
             ylabel="answered exactly",
             trained_depth=self.config.trained_turns,
         )
+        return ["accuracy.png"]
 
 
 class TextJudge(Judge):
@@ -239,15 +250,18 @@ class TextJudge(Judge):
             for name, values in results.items()
         ]
 
-    def draw(self, results: Results, folder: Path, unit: str) -> None:
+    def draw(self, results: Results, folder: Path, unit: str) -> list[str]:
         from stars_fast.base.plots import loss_against_turns
 
-        if "validation_loss" in results:
-            loss_against_turns(
-                {self.config.name: results["validation_loss"]},
-                folder / "validation.png",
-                trained_depth=self.config.trained_turns,
-            )
+        if "validation_loss" not in results:
+            return []
+        loss_against_turns(
+            {self.config.name: results["validation_loss"]},
+            folder / "validation.png",
+            title=f"{self.config.name}: validation loss",
+            trained_depth=self.config.trained_turns,
+        )
+        return ["validation.png"]
 
 
 def judge_of(config: RunConfig, world: World) -> Judge:

@@ -19,7 +19,9 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import cant_write
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
+from stars_fast.models.families import family_named
 from stars_fast.training.config import RunConfig
+from stars_fast.training.graphs.set_up import refused, set_up_graphs
 from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.checkpoint import Checkpoints, SaveError
 from stars_fast.training.run.collapse import CollapseMonitor
@@ -32,12 +34,14 @@ from stars_fast.training.run.folder import (
 )
 from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
-from stars_fast.training.run.progress import Progress, banner
+from stars_fast.training.run.outlook import foreseen, gpus_of
+from stars_fast.training.run.progress import Progress, banner, duration
 from stars_fast.training.run.task import Results, Task
 from stars_fast.training.run.trackers import check_trackers, open_trackers
 from stars_fast.training.scale.distributed import World, processes
 from stars_fast.training.scale.fit_memory import fit_memory
 from stars_fast.training.scale.parallel import parallelise
+from stars_fast.training.scale.threads import settle_threads
 from stars_fast.training.step.cost import step_cost
 from stars_fast.training.step.optim import make_optimizer
 from stars_fast.training.step.precision import rounding_warning
@@ -70,15 +74,16 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
             cannot recover.
     """
-    if config.train.threads is not None:
-        torch.set_num_threads(config.train.threads)
     with deterministic(config.train.deterministic), processes(config.train.device) as world:
+        notes = settle_threads(config.train.threads, _block_weights(config), world.device)
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
         with owned(folder, config, world, resume) as claim:
             task = Task(config, world)
             try:
-                return Trainer(config, task, folder, world, resume, claim).run()
+                trainer = Trainer(config, task, folder, world, resume, claim)
+                trainer.notes += notes
+                return trainer.run()
             except SaveError as error:
                 newest = latest(folder.checkpoints)
                 kept = (
@@ -87,6 +92,13 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
                     else f"stars-fast train {folder.path} --resume goes on from {newest.name}"
                 )
                 raise TrainingFailure(f"{error}; {kept}") from error
+
+
+def _block_weights(config: RunConfig) -> int | None:
+    try:
+        return family_named(config.model.family).shape(config.model).block_weights
+    except ConfigError:  # which the model will raise, if it is one
+        return None
 
 
 class _StepSize(NamedTuple):
@@ -134,6 +146,7 @@ def check(config: RunConfig, world: World, folder: RunFolder, resume: bool) -> N
     if config.parallel.kind == "hsdp":
         config.parallel.copies(world)
     check_trackers(config.train.report_to)
+    refused(config, world)
 
 
 class Trainer:
@@ -160,6 +173,7 @@ class Trainer:
         self.world = world
         self.claim = claim
         self.notes: list[str] = []
+        self.began = time.perf_counter()
         self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
         self.batches = Batches(
             task.data.source,
@@ -173,9 +187,11 @@ class Trainer:
         self.model = task.loop.model
         loss = StepLoss(task.loop, config)
         self.penalty = loss.penalty
-        self.step_loss = parallelise(
-            loss, task.loop.layers, config.parallel, config.precision, world
+        wrap = partial(
+            parallelise, loss, task.loop.layers, config.parallel, config.precision, world
         )
+        captures = refused(config, world) is None
+        self.step_loss = loss if captures else wrap()
         if config.train.compile:
             for layer in task.loop.layers:
                 layer.compile()
@@ -207,12 +223,21 @@ class Trainer:
         self.begins_again = resume and folder.environment.exists() and not self.step
         if resume and folder.config.exists() and world.first:
             self.notes += changed_settings(folder, given, self.step, len(task.data.source))
+        set_up = set_up_graphs(
+            loss, self.batches, config, world, task.packs, lambda text: self.say(text)
+        )
+        self.notes += set_up.notes
+        if captures and loss.gradients is None:
+            self.step_loss = wrap()
         if config.memory.recompute != "none":
             self.notes += fit_memory(
-                self.step_loss, loss, self.optimizer, self.batches, config, world
+                self.step_loss, loss, self.optimizer, self.batches, config, world, set_up.beside
             )
         self.size = _step_size(self.batches.host_window(0), world)
         self.outside = task.loop.outside_block(self.size.supervised)
+        gpus = gpus_of(world.device, world.size) if world.first else None
+        if gpus is not None:
+            self.notes += foreseen(config, gpus, self.size.tokens // max(self.size.samples, 1))
         self.costs = replace(config, penalty=self.penalty.as_drawn(self.size.micro_samples))
         self.progress = Progress(self.costs, self.step, self.outside, world.first)
         self.say = self.progress.say
@@ -390,6 +415,9 @@ class Trainer:
         batch = self.task.describe(self.size.samples, self.size.tokens)
         self.say(banner(self.costs, self.task.title, self.model, batch, self.outside))
         where = f"{self.folder.path}, {self.world.size} x {self.world.device.type}"
+        if self.world.device.type == "cpu":
+            threads = torch.get_num_threads()
+            where += f" with {threads} thread{'s' * (threads > 1)}"
         start = f"continues after step {self.step}" if self.step else "starts"
         if self.begins_again:
             start += " anew, as there is no checkpoint to continue from"
@@ -461,21 +489,34 @@ class Trainer:
         try:
             if results:
                 write_results(self.folder, {"step": self.step, **results})
-            self._draw(results)
+            drawn = self._draw(results)
         except ImportError as error:
             self.say(str(error))
+            drawn = []
         except OSError as error:
             path = self.folder.path
             raise TrainingFailure(
                 f"the figures of the run's end could not be written: {cant_write(path, error)}; "
                 f"stars-fast train {path} --resume makes them again"
             ) from error
-        self.say(f"done: {self.folder.path}")
+        self._say_goodbye(drawn)
 
-    def _draw(self, results: Results) -> None:
-        """The figures: training curves, and the task's."""
+    def _say_goodbye(self, drawn: list[str]) -> None:
+        """Say where everything is, and what one does next."""
+        path = self.folder.path
+        took = duration(time.perf_counter() - self.began)
+        self.say(f"done: {path}, {took}" + (f"; figures: {', '.join(drawn)}" if drawn else ""))
+        for command in self.task.next_commands(path):
+            self.say(f"next: {command}")
+
+    def _draw(self, results: Results) -> list[str]:
+        """Draw the figures, training curves and the task's; their names."""
         from stars_fast.base.plots import training_curves
 
-        training_curves(read_metrics(self.folder.metrics), self.folder.path / "training.png")
-        if results:
-            self.task.judge.draw(results, self.folder.path, self.task.data.unit)
+        name = "training.png"
+        rows = read_metrics(self.folder.metrics)
+        title = f"{self.config.name}: training"
+        training_curves(rows, self.folder.path / name, title=title)
+        if not results:
+            return [name]
+        return [name, *self.task.judge.draw(results, self.folder.path, self.task.data.unit)]

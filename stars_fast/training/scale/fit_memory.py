@@ -1,5 +1,6 @@
 """The choice of what the steps of a run recompute, made before the first of them."""
 
+from collections.abc import Set
 from functools import cache
 
 import torch
@@ -20,6 +21,9 @@ from stars_fast.training.step.precision import autocast
 from stars_fast.training.step.train_step import StepLoss, root_of
 from stars_fast.training.step.turns import by_layer
 
+BESIDE = 0.2
+"""Part of the budget for micro-batches that run beside CUDA graphs, whose memory is not shared."""
+
 
 def fit_memory(
     step_loss: nn.Module,
@@ -28,15 +32,18 @@ def fit_memory(
     batches: Batches,
     config: RunConfig,
     world: World,
+    beside: Set[tuple[int, bool]] = frozenset(),
 ) -> list[str]:
     """Measure what a micro-batch keeps for the backward pass, and set `loss.recompute` by what fits
     for each number of turns; lines that say so. Every process calls it, and all choose alike.
 
-    `step_loss` is `loss`, perhaps made parallel.
+    `step_loss` is `loss`, perhaps made parallel. `beside` are the plain turns in the graph, and
+    whether a dual turn follows, of rare micro-batches that run beside the memory of CUDA graphs.
     """
     penalty = loss.penalty
     largest = max(batches.window(0), key=lambda batch: batch.tokens.numel())
-    with autocast(config.precision, world.device, config.parallel.sharded):
+    casts = autocast(config.precision, world.device, config.parallel.sharded)
+    with loss.low.used(), casts:
         measured = root_of(step_loss).with_weights(measure, largest, config, penalty.needs_dual)
     # Later micro-batches may hold more tokens.
     measured = measured.scaled(batches.most_tokens / largest.tokens.numel())
@@ -58,7 +65,10 @@ def fit_memory(
 
     @cache
     def choice(in_graph: int, dual: bool) -> Choice:
-        return choose(config.memory, measured, budget, in_graph, dual)
+        room = budget
+        if room is not None and beside:
+            room = round(room * (BESIDE if (in_graph, dual) in beside else 1 - BESIDE))
+        return choose(config.memory, measured, room, in_graph, dual)
 
     loss.recompute = lambda in_graph, dual: choice(in_graph, dual).recompute
     usual, most = round(config.depth.mean()), config.depth.chances(config.train.total_steps)[-1][0]

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
-from stars_fast.data.samples import seeded_noise
+from stars_fast.data.samples import sample_noise, seeded_noise
 from stars_fast.models.loop import Loop, Start, Turn
-from stars_fast.tokens import Subset
+from stars_fast.tokens import Subset, Tokens
 from stars_fast.training.step.settings import StepSettings
-from stars_fast.training.step.turns import KEEP_ALL, Recompute, by_layer, dual_turn, run_turns
+from stars_fast.training.step.turns import (
+    KEEP_ALL,
+    Recompute,
+    TurnByLayer,
+    by_layer,
+    dual_turn,
+    run_turns,
+)
+
+Noise = Callable[[Tensor], Tensor]
+"""Noise of the shape, dtype and device of a state."""
 
 
 def begin(
@@ -27,6 +38,10 @@ def begin(
 
 class MicroStep:
     """A micro-batch with all that its turns and its penalty are made from.
+
+    Args:
+        start: what `begin` gives; made here by default.
+        noise: of the penalty's direction; by default a function of the seed, step and sample.
 
     Attributes:
         loop, batch, config, step, recompute: the arguments; `step` is the number of the step.
@@ -43,19 +58,39 @@ class MicroStep:
         config: StepSettings,
         step: int,
         recompute: Recompute = KEEP_ALL,
+        start: Start | None = None,
+        noise: Noise | None = None,
     ) -> None:
         self.loop = loop
         self.batch = batch
         self.config = config
         self.step = step
         self.recompute = recompute
-        # By the samples' numbers, so that they do not depend on how the step is split.
-        numbers = range(batch.first, batch.first + batch.samples.count)
-        seeds = [derive(config.seed, "state", step, number) for number in numbers]
-        self.first, self.inputs = begin(loop, batch, config.precision, seeds)
-        self.turn = loop.turn(self.first, batch.samples, self.inputs)
-        self._layered = by_layer(self.turn, loop.model) if recompute.turns else None
+        self._noise = noise
+        if start is None:
+            # By the samples' numbers, so that they do not depend on how the step is split.
+            numbers = range(batch.first, batch.first + batch.samples.count)
+            seeds = [derive(config.seed, "state", step, number) for number in numbers]
+            start = begin(loop, batch, config.precision, seeds)
+        self.first, self.inputs = start
         self.in_graph = 0
+
+    @cached_property
+    def turn(self) -> Turn:
+        return self.loop.turn(self.first, self.batch.samples, self.inputs)
+
+    @cached_property
+    def _layered(self) -> TurnByLayer | None:
+        return by_layer(self.turn, self.loop.model) if self.recompute.turns else None
+
+    def noise(self, h: Tensor, samples: Tokens, chosen: Iterable[int] | None = None) -> Tensor:
+        """Normal noise of the shape, dtype and device of h [B, S, D] for the penalty's direction:
+        of these `samples`, which are all of the batch or those `chosen` from it."""
+        if self._noise is not None:
+            return self._noise(h)
+        chosen = range(samples.count) if chosen is None else chosen
+        numbers = [self.batch.first + i for i in chosen]
+        return sample_noise(h, samples, self.config.seed, self.step, numbers)
 
     def turns(self, number: int, run_later: int = 0) -> list[Tensor]:
         """The states [B, S, D] of the first `number` turns that are in the graph, h^(0) or later to

@@ -5,9 +5,18 @@ float32    all in fp32
 bfloat16   all in bf16
 """
 
+from __future__ import annotations
+
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
+
+from stars_fast.models.loop import Loop
+from stars_fast.models.low_layers import LowLayers
+
+if TYPE_CHECKING:
+    from stars_fast.training.config import RunConfig
 
 PRECISIONS = ("mixed", "float32", "bfloat16")
 
@@ -32,6 +41,13 @@ def autocast(precision: str, device: torch.device, sharded: bool) -> AbstractCon
     if precision != "mixed" or sharded:
         return nullcontext()
     return torch.autocast(device.type, torch.bfloat16)
+
+
+def low_layers(loop: Loop, config: RunConfig) -> LowLayers:
+    """Copies in bf16 of the weights that the turns multiply with; of none where autocast does not
+    cast them, or layers are compiled."""
+    mixed = config.precision == "mixed" and not config.parallel.sharded
+    return LowLayers(loop.model, loop.turn_modules if mixed and not config.train.compile else [])
 
 
 def rounding_warning(precision: str, stochastic_rounding: bool, lr: float) -> str | None:

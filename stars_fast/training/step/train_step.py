@@ -22,13 +22,14 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.models.loop import Loop
 from stars_fast.training.config import RunConfig
 from stars_fast.training.scale.distributed import World
+from stars_fast.training.scale.flat_gradients import FlatGradients
 from stars_fast.training.scale.parallel import gradient_sync
 from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.optim import gradient_norm, learning_rate, step_if
-from stars_fast.training.step.penalties.base import NoPenalty
-from stars_fast.training.step.precision import autocast
+from stars_fast.training.step.penalties.base import NoPenalty, Penalty
+from stars_fast.training.step.precision import autocast, low_layers
 from stars_fast.training.step.turns import KEEP_ALL, Recompute
 
 T = TypeVar("T")
@@ -57,6 +58,16 @@ class StepStats(NamedTuple):
     finite: Tensor
 
 
+Between = Callable[[MicroStep, int, Penalty], tuple[Tensor, Tensor]]
+"""h^(t) [B, S, D] after so many turns, and the penalty, a scalar."""
+
+
+def run_between(micro: MicroStep, turns: int, penalty: Penalty) -> tuple[Tensor, Tensor]:
+    """The turns and the penalty, op by op; as `Between`."""
+    states = micro.turns(turns - penalty.last_turns, run_later=penalty.last_turns)
+    return penalty.compute(micro, states)
+
+
 class StepLoss(nn.Module):
     """A micro-batch's way from tokens to the weighted loss.
 
@@ -66,6 +77,9 @@ class StepLoss(nn.Module):
         penalty: the run's.
         recompute: gives what is recomputed in the backward pass, by the number of plain turns in
             the graph and whether a dual turn follows from the penalty.
+        between: runs what lies between prelude and head; `run_between`, or a graph of it.
+        gradients: where the gradients stay, if they do: then nothing wraps this module.
+        low: the 16-bit copies of the weights of the turns, where the run has them.
     """
 
     def __init__(self, loop: Loop, config: RunConfig) -> None:
@@ -74,6 +88,9 @@ class StepLoss(nn.Module):
         self.config = config
         self.penalty = penalty_of(config)
         self.recompute: Callable[[int, bool], Recompute] = lambda turns, dual: KEEP_ALL
+        self.between: Between = run_between
+        self.gradients: FlatGradients | None = None
+        self.low = low_layers(loop, config)
 
     def forward(
         self, batch: MicroBatch, plan: StepPlan, turns: int, window_tokens: int
@@ -89,8 +106,7 @@ class StepLoss(nn.Module):
         recompute = self.recompute(in_graph, penalty.needs_dual)
 
         micro = MicroStep(self.loop, batch, self.config, plan.step, recompute)
-        states = micro.turns(turns - penalty.last_turns, run_later=penalty.last_turns)
-        h, value = penalty.compute(micro, states)
+        h, value = self.between(micro, turns, penalty)
         loss = self.loop.token_loss(h, batch, window_tokens)
 
         value = value * (factor * batch.share)
@@ -141,21 +157,29 @@ def train_step(
 ) -> StepStats:
     """One optimiser step on the micro-batches `window` of this rank; nothing waits for the device.
 
-    `step_loss` is a `StepLoss`, perhaps made parallel. A loss or gradient that is not finite leaves
+    `step_loss` is a `StepLoss`, perhaps made parallel; with `gradients` of its own it is not, and
+    they are averaged over the processes here. A loss or gradient that is not finite leaves
     the weights, on every rank alike.
     """
     supervised = sum(len(batch.labels) for batch in window)
     real = sum(batch.real_tokens for batch in window)
     supervised, real = world.total([supervised, real])
     shares = torch.zeros(2, device=world.device)
-    optimizer.zero_grad(set_to_none=True)
+    low, gradients = root_of(step_loss).low, root_of(step_loss).gradients
+    if gradients is None:
+        optimizer.zero_grad(set_to_none=True)
+    else:
+        gradients.zero()
+    low.refresh()
     for turns, batch in zip(plan.turns, window, strict=True):
         seed_dropout(config.seed, plan.step, batch.index, world.device)
-        with gradient_sync(step_loss, now=batch is window[-1]):
+        with low.used(), gradient_sync(step_loss, now=batch is window[-1]):
             with autocast(config.precision, world.device, config.parallel.sharded):
                 loss, share = step_loss(batch, plan, turns, max(supervised, 1))
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up
         shares = shares + share
+    if gradients is not None:
+        gradients.average(world)
     shares = world.sum_(shares)
     norm = gradient_norm(step_loss, config.optim.clip).to(world.device)
     finite = shares.isfinite().all() & norm.isfinite()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from stars_fast.base.capturing import capturing
 from stars_fast.models.loop import Turn
 from stars_fast.ops.selective import selective
 
@@ -18,8 +19,11 @@ RunLayer = Callable[..., Any]
 TurnByLayer = Callable[[RunLayer], Turn]
 """The turn whose layers are each run by a given `RunLayer`."""
 
-recomputed: RunLayer = partial(checkpoint, use_reentrant=False)
-"""`layer(*args)`, of which the backward keeps the inputs alone; random draws are repeated."""
+
+def recomputed(layer: Any, *args: Any) -> Any:
+    """`layer(*args)`, of which the backward keeps the inputs alone; random draws are repeated, but
+    in a CUDA graph, which can't ask the generators for their state."""
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=not capturing())
 
 
 class Recompute(NamedTuple):
@@ -83,7 +87,8 @@ def run_turns(
         h = h + 0.0 * start
     again: Turn = partial(recomputed, block)
     if recompute.turns and recompute.per == "layer":
-        again = _layered(layered)(recomputed)
+        # Of what a layer starts from a norm of the state need not be kept beside it
+        again = selective(_layered(layered)(recomputed))
     kept: Turn = selective(block) if recompute.selective else block
     states = [h]
     for turn in range(turns - skipped):

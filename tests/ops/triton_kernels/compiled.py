@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,8 @@ SHARED_LIMIT = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 2324
 def compiled(module: str, arches: tuple[str, ...] = ARCHITECTURES, only: str = "") -> list[dict]:
     """One dict a kernel that the CASES of `module` launch: case, kernel, arch, warps, stages,
     shared (bytes), registers, spill_stores and spill_loads (bytes a thread), serialised (wgmma),
-    waits (for all products under way), and the counts of COUNTED in small letters."""
+    products (by wgmma), waits (for all of those under way), alone (arrivals at barriers in shared
+    memory by one thread before its warps have met), and the counts of COUNTED in small letters."""
     return _command("--only", only, "--arch", *arches, "--", module)
 
 
@@ -127,9 +128,21 @@ def _compile(kernel, run, args: tuple, kwargs: dict) -> dict:
         "spill_stores": int(spills[1]),
         "spill_loads": int(spills[2]),
         "serialised": "wgmma.mma_async instructions are serialized" in text,
-        "waits": binary.asm["ttgir"].count("pendings = 0"),
+        "products": len(re.findall(r"warp_group_dot\b", binary.asm["ttgir"])),
+        "waits": len(re.findall(r"warp_group_dot_wait.*pendings = 0", binary.asm["ttgir"])),
+        "alone": _arrivals_alone(binary.asm["ptx"]),
         **{name.lower(): sass.count(name) for name in COUNTED},
     }
+
+
+def _arrivals_alone(ptx: str) -> int:
+    """How often a thread arrives at a barrier in shared memory for others that it has not met."""
+    lines = [line.strip() for line in ptx.splitlines()]
+    code = [line for line in lines if line and not line.startswith((".loc", "//", "add.s32"))]
+    return sum(
+        "mbarrier.arrive.shared" in line and not before.startswith("bar.sync")
+        for before, line in pairwise(code)
+    )
 
 
 def _variants(modules: list[str], arches: list[str], only: str) -> dict[str, int]:

@@ -21,7 +21,7 @@ def test_the_plan_for_people(capsys):
     first, *lines = text.splitlines()
     assert "predicted" in first
     heads = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert heads == ["model", "step", "time", "limit", "memory", "run", "stars,"]
+    assert heads == ["model", "step", "time", "limit", "memory", "graphs", "run", "stars,"]
     assert "SFT, as we run it" in text
     assert "stars, the published way" in text
 

@@ -21,7 +21,7 @@ SMALL = """
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "addition-quick", *SMALL, "--out", "runs/tiny"]) == 0
+    assert main(["train", "addition-quick-stars", *SMALL, "--out", "runs/tiny"]) == 0
     return tmp_path / "runs" / "tiny"
 
 
@@ -62,8 +62,8 @@ def test_the_step_is_named_from_which_the_learning_rate_is_another(tmp_path):
     """A wsd schedule of more steps is the same up to where the shorter one begins to fall."""
     words = ["--schedule", "wsd", "--decay_steps", "2000", "--lr", "2e-3", "--steps"]
     run = RunFolder(tmp_path)
-    save_config(load_config("addition-quick", [*words, "3200"]), run.config)
-    longer = load_config("addition-quick", [*words, "6400"])
+    save_config(load_config("addition-quick-stars", [*words, "3200"]), run.config)
+    longer = load_config("addition-quick-stars", [*words, "6400"])
     lines = changed_settings(run, longer, 100, 1000)
     assert lines[1].endswith("at 0.002 in step 1,210 rather than 0.00199, of 3,200 steps")
     assert changed_settings(run, longer, 1300, 1000)[1].endswith(
@@ -74,7 +74,7 @@ def test_the_step_is_named_from_which_the_learning_rate_is_another(tmp_path):
 def test_a_longer_schedule_says_what_it_does_to_the_learning_rate(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [*SMALL, "--schedule", "cosine", "--lr", "1e-3", "--out", "c"]
-    assert main(["train", "addition-quick", *words]) == 0
+    assert main(["train", "addition-quick-stars", *words]) == 0
     capsys.readouterr()
     assert main(["train", "c", "--resume", "--steps", "6"]) == 0
     said = " ".join(capsys.readouterr())
@@ -91,7 +91,7 @@ def test_a_batch_of_more_than_the_data_is_announced(run, capsys):
     assert "is more than" not in capsys.readouterr().err
     few = ["--train_samples", "5", "--out", "few"]
     words = [word for word in SMALL if word not in ("--train_samples", "30")]
-    assert main(["train", "addition-quick", *words, *few]) == 0
+    assert main(["train", "addition-quick-stars", *words, *few]) == 0
     said = capsys.readouterr().err
     assert (
         "warning: train.batch_size (8) is more than the 5 1-digit sums to train on: a step takes "
@@ -119,13 +119,13 @@ def test_a_finished_run_without_checkpoints_is_not_overwritten(run, capsys):
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_numbers_are_finite(field, value):
     with pytest.raises(ConfigError, match=field.rpartition(".")[2]):
-        load_config("addition-quick", [f"--{field}", value])
+        load_config("addition-quick-stars", [f"--{field}", value])
 
 
 def test_user_errors_have_no_traceback(tmp_path, run, capsys):
     file = tmp_path / "file"
     file.write_text("x")
-    assert main(["train", "addition-quick", *SMALL, "--out", str(file)]) == 2
+    assert main(["train", "addition-quick-stars", *SMALL, "--out", str(file)]) == 2
     (tmp_path / "base.yaml").write_text("base: 3\n")
     assert main(["train", str(tmp_path / "base.yaml")]) == 2
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")

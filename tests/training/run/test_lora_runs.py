@@ -121,7 +121,7 @@ def test_any_family(tmp_path):
     ]
     words += ["--lora.rank", "2", "--lora.targets", "qkv,mlp.f.up", "--precision", "mixed"]
     words += ["--report_to", "none", "--out", str(tmp_path / "run"), "--eval.turns", "1,2"]
-    folder = train(load_config("addition-quick", words)).folder
+    folder = train(load_config("addition-quick-stars", words)).folder
     assert json.loads((folder / "results.json").read_text())["accuracy"].keys() == {"1", "2"}
     saved = saved_tensors(checkpoints(folder / "checkpoints")[3])
     targets = {name.split(".lora_")[0] for name in saved if name.startswith("model.")}

@@ -29,6 +29,7 @@ SPLIT = {
         "model": {"injection": "adapter", "state": "noise"},
         "loop": {"noise": 0.1, "progressive": 0.3, "free_turns": 1},
     },
+    "double-graphs": {"method": "jsrr", "train": {"graphs": "on"}},
     "double-nan": {"method": "jsrr"},
 }
 ACCUMULATION = {"whole": 1, "fours": 4, "ranks": 2}

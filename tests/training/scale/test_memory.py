@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from stars_fast import Dual, fused_jsrr
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
+from stars_fast.models.low_layers import LowLayers
 from stars_fast.training.config import load_config
 from stars_fast.training.scale import fit_memory
 from stars_fast.training.scale.budget import activation_budget, agree, free_memory, gathered_bytes
@@ -464,6 +465,7 @@ def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
     class StepLoss:
         loop = SimpleNamespace(model=None)
         penalty = NoPenalty(None)
+        low = LowLayers(torch.nn.Module(), [])
 
         def with_weights(self, *args):
             return GIVEN
@@ -475,7 +477,7 @@ def test_the_budget_of_a_run_knows_what_ddp_holds(wrapped, monkeypatch):
     monkeypatch.setattr(fit_memory, "activation_budget", lambda *args: asked.append(args[-2]))
     micro_batch = SimpleNamespace(tokens=torch.zeros(4))
     batches = SimpleNamespace(window=lambda step: [micro_batch], most_tokens=4)
-    config, world = load_config("addition-quick", []), World(0, 1, torch.device("cpu"))
+    config, world = load_config("addition-quick-stars", []), World(0, 1, torch.device("cpu"))
     loss = StepLoss()
     fit_memory.fit_memory(loss, loss, None, batches, config, world)
     assert asked == [wrapped]

@@ -9,12 +9,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from stars_fast.models.families import looped_lm
 from stars_fast.training.config import load_config
+from stars_fast.training.graphs.recorder import stand_in
 from stars_fast.training.run import trainer
 
 real_loss, real_step = looped_lm.token_loss, trainer.train_step
@@ -45,4 +47,5 @@ if int(os.environ["WORLD_SIZE"]) > 1:  # one group for all runs
 for path in sys.argv[1:]:
     config = load_config(path)
     torch.set_default_dtype(torch.float64 if "double" in config.name else torch.float32)
-    trainer.train(config)
+    with stand_in() if config.train.graphs == "on" else nullcontext():
+        trainer.train(config)

@@ -18,7 +18,7 @@ SMOKE = """
 
 
 def notes(*words):
-    return beyond_the_end(load_config("addition-quick", [*SMOKE, *words]))
+    return beyond_the_end(load_config("addition-quick-stars", [*SMOKE, *words]))
 
 
 def test_a_recipe_in_its_own_steps_has_nothing_to_say():
@@ -28,7 +28,7 @@ def test_a_recipe_in_its_own_steps_has_nothing_to_say():
 
 
 def test_the_warm_up_and_the_decay_of_a_smoke_run():
-    config = load_config("addition-quick", [*SMOKE, "60"])
+    config = load_config("addition-quick-stars", [*SMOKE, "60"])
     peak = max(learning_rate(config.optim, step, 60) for step in range(60))
     found = beyond_the_end(config)
     assert found[0].startswith(
@@ -86,7 +86,7 @@ def test_what_just_fits_is_silent(words):
 
 
 def test_the_run_says_it(tmp_path, capsys):
-    assert main(["train", "addition-quick", *SMOKE, "2", "--out", str(tmp_path / "run")]) == 0
+    assert main(["train", "addition-quick-stars", *SMOKE, "2", "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().err
     assert "warning: optim.warmup_steps (100) and optim.decay_steps (2,000) take more" in said
     assert "warning: penalty.start_step (1,200) is not before the last" in said
@@ -97,14 +97,14 @@ def test_the_run_says_it(tmp_path, capsys):
 
 def test_resuming_where_there_is_no_run_is_a_mistake(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "addition-quick", *SMOKE, "2", "--out", "runs/small"]) == 0
+    assert main(["train", "addition-quick-stars", *SMOKE, "2", "--out", "runs/small"]) == 0
     capsys.readouterr()
     (tmp_path / "runs" / "empty").mkdir()
     for words, message in (
-        (["addition-quick", "--out", "runs/smal"], "runs/smal does not exist"),
-        (["addition-quick", "--out", "elsewhere"], "elsewhere does not exist"),
-        (["addition-quick", "--out", "runs/empty"], "runs/empty is empty"),
-        (["addition-quick"], "runs/addition-quick does not exist"),
+        (["addition-quick-stars", "--out", "runs/smal"], "runs/smal does not exist"),
+        (["addition-quick-stars", "--out", "elsewhere"], "elsewhere does not exist"),
+        (["addition-quick-stars", "--out", "runs/empty"], "runs/empty is empty"),
+        (["addition-quick-stars"], "runs/addition-quick-stars does not exist"),
         (["runs/smol"], "runs/smol does not exist"),
     ):
         assert main(["train", *words, "--resume"]) == 2
@@ -118,7 +118,7 @@ def test_resuming_where_there_is_no_run_is_a_mistake(tmp_path, monkeypatch, caps
 
 def test_without_any_run_none_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "addition-quick", "--resume"]) == 2
+    assert main(["train", "addition-quick-stars", "--resume"]) == 2
     said = capsys.readouterr().err
     assert "does not exist, so there is no run to continue; to start a new run" in said
 

@@ -24,7 +24,6 @@ from stars_fast.data.samples import (
     draw_samples,
     drawn_number,
     drawn_part,
-    sample_noise,
 )
 from stars_fast.jsrr import fused_jsrr
 from stars_fast.models.loop import Turn
@@ -104,14 +103,13 @@ class _Jacobian(Penalty):
         """Phi(h) and the penalty at the last of the `states`, of the whole batch or of a part."""
         h, v, turn = states[-1], self.direction(states), micro.turn
         samples = micro.batch.samples
-        chosen: Sequence[int] = range(samples.count)
+        chosen: Sequence[int] | None = None
         if part is not None:
             samples, chosen = part.tokens, part.chosen
             h, v = part.cut(h), None if v is None else part.cut(v)
             turn = micro.turn_of(part, h)
         if v is None:
-            numbers = [micro.batch.first + i for i in chosen]
-            v = sample_noise(h, samples, self.config.seed, micro.step, numbers)
+            v = micro.noise(h, samples, chosen)
         return jacobian_estimate(micro.dual_turn(turn), h, v, samples, self.config.penalty)
 
 

@@ -1,0 +1,43 @@
+"""Linear maps of a module that go, for a while, through 16-bit copies of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stars_fast import functional
+from stars_fast.ops.low_weights import LowWeights
+
+
+class LowForward:
+    """The `forward` of a linear map through a copy of its weight.
+
+    Attributes:
+        low: of this map.
+        joint: of it and others.
+        maps: those of `joint`, in its order.
+    """
+
+    def __init__(self, module: nn.Linear, low: LowWeights) -> None:
+        self.module = module
+        self.low = self.joint = low
+        self.maps: tuple[nn.Module, ...] = (module,)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            return functional.low_linear(x, self.low)
+        return type(self.module).forward(self.module, x)
+
+
+def joint_low(maps: Sequence[nn.Module], x: Tensor) -> LowWeights | None:
+    """The copy that these maps of x share, in this order; None where they are to be called one by
+    one."""
+    found = vars(maps[0]).get("forward")
+    if type(found) is not LowForward or found.maps != tuple(maps):
+        return None
+    for each in maps:
+        if type(vars(each).get("forward")) is not LowForward:
+            return None
+    return found.joint if torch.is_autocast_enabled(x.device.type) else None

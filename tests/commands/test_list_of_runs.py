@@ -1,0 +1,65 @@
+"""`stars-fast runs` and `stars-fast recipes NAME`."""
+
+import json
+
+import pytest
+
+from stars_fast.base.unique_keys import parse_yaml
+from stars_fast.cli import main
+from stars_fast.training.config import config_from, load_config, save_config
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """Three runs in runs/: one done, one half-way, one of chats."""
+    monkeypatch.chdir(tmp_path)
+    made = {
+        "strong": ["addition-quick-stars", "--penalty.weight", "0.5"],
+        "weak": ["addition-quick-stars", "--penalty.weight", "0.05"],
+        "study/chats": ["ouro-tiny"],
+    }
+    for name, (recipe, *words) in made.items():
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        save_config(load_config(recipe, words), folder / "config.yaml")
+        rows = [{"step": step, "loss": 3.0 / step, "lr": 1e-3, "lambda": step > 1, "depth": 4.0}
+                for step in (1, 2, 3)]  # fmt: skip
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    strong = {"step": 3, "accuracy": {"1": 0.1, "4": 1.0, "8": 0.9, "100": 0.25}}
+    (tmp_path / "runs/strong/results.json").write_text(json.dumps(strong))
+    chats = {"step": 3, "validation_loss": {"4": 0.75}}
+    (tmp_path / "runs/study/chats/results.json").write_text(json.dumps(chats))
+    return tmp_path / "runs"
+
+
+def test_the_table_shows_what_differs(runs, capsys):
+    assert main(["runs", "runs/strong", "runs/weak"]) == 0
+    head, *rows = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == "run state weight loss accuracy at 4 accuracy at 8 accuracy at 100".split()
+    assert rows[0] == ["strong", "done", "0.5", "1", "100.0%", "90.0%", "25.0%"]
+    assert rows[1] == "weak step 3 of 3,200, nothing saved 0.05 1".split()
+
+
+def test_runs_are_found_in_folders(runs, capsys):
+    assert main(["runs", "--figure", "curves.png"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()[1:4]] == ["strong", "study/chats", "weak"]
+    assert "0.75" in text
+    assert "validation loss at 4" in text
+    assert (runs.parent / "curves.png").stat().st_size > 10_000
+
+
+def test_a_damaged_result_is_named(runs, capsys):
+    (runs / "strong/results.json").write_text('{"accuracy": {"4": ')
+    assert main(["runs"]) == 2
+    assert "results.json can't be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--all"]])
+def test_a_recipe_resolved_is_a_recipe(capsys, more):
+    assert main(["recipes", "addition-quick-sft", *more]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("# addition-quick-sft on addition-quick-stars: ")
+    shown = parse_yaml(text)
+    assert ("parallel" in shown) == bool(more)
+    assert config_from({"name": "addition-quick-sft", **shown}) == load_config("addition-quick-sft")
