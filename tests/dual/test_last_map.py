@@ -217,6 +217,15 @@ def test_a_weight_that_is_written_before_the_pass_ends_is_an_error(h):
         fused_jsrr(ending(forward), h)
 
 
+def test_a_checkpoint_around_the_pass_does_the_same(h, taken):
+    block = Body()
+    plain = with_gradients(fused_jsrr(block, h, v=direction(h)), block)
+    around = checkpoint(lambda x: fused_jsrr(block, x, v=direction(x)), h, use_reentrant=False)
+    for a, b in zip(with_gradients(around, block), plain, strict=True):
+        assert torch.equal(a, b)
+    assert len(taken) == 3  # the recomputation does it too
+
+
 @pytest.mark.parametrize("how", ["recognition", "autocast", "group", "output"])
 def test_where_it_is_not_done(how, h, taken, monkeypatch):
     block = Body()

@@ -8,9 +8,9 @@ with what waits, `tangent_of` computes the tangent alone: half of the map, forwa
 a tenth of a block of one layer. Whoever else reads such a Dual, or still has one when the pass
 ends, has it computed as a pair, as it was called.
 
-Nothing waits where it might miss its place: in a region that packs what autograd saves, such as a
-checkpointed one, under autocast, and beside process groups, since FSDP frees weights as soon as
-their module is left.
+Nothing waits where it might miss its place: in a region of the block that packs what autograd
+saves, such as a checkpointed one, under autocast, and beside process groups, since FSDP frees
+weights as soon as their module is left.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stars_fast.dual.pass_mode import packing_hooks
 from stars_fast.dual.recognition.steps import (
     Step,
     check_unchanged,
@@ -40,12 +41,14 @@ from stars_fast.ops.precision import no_autocast
 from stars_fast.ops.tangent_linear import tangent_linear
 
 _MAP, _SUM = "linear map", "sum with a linear map"
-_packing = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def _keeps_its_place(device: torch.device) -> bool:
     """Whether an op may as well run later."""
-    if torch.is_autocast_enabled(device.type) or _packing(False) is not None:
+    running = state.running
+    if running is None or packing_hooks(False) != running.packing:
+        return False
+    if torch.is_autocast_enabled(device.type):
         return False
     return not (dist.is_available() and dist.is_initialized())
 
