@@ -4,7 +4,10 @@
     python -m benchmarks.tune_attention --documents 600       # tokens of each packed document
     python -m benchmarks.tune_attention --kv-heads 4          # grouped heads
 
-Tries tile sizes, warps and stages for each kernel of `stars_fast/ops/triton/tiles.py`, one kernel
+    python -m benchmarks.tune_attention --backward fused      # tiles of another backward
+
+Times the whole backward by each design of `stars_fast/ops/triton/attention_backward.py`, then
+tries tile sizes, warps and stages for each kernel of `stars_fast/ops/triton/tiles.py`, one kernel
 at a time, on causal bf16 attention of 16 heads: compiled first, in parallel processes, then timed
 alone. What does not fit the GPU's shared memory or is not compiled in time is left out. Prints the
 best next to the present tile. `--device cpu --small` proves the script in Triton's interpreter.
@@ -19,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,22 +33,44 @@ from torch import Tensor
 
 from stars_fast import ops
 from stars_fast.ops.triton import tiles
-from stars_fast.ops.triton.tiles import JOINT_WIDTH, Tile
+from stars_fast.ops.triton.attention_backward import DESIGNS, OVERRIDE
+from stars_fast.ops.triton.tiles import JOINT_WIDTH, TWO_PROGRAMS, Tile
 
 HEADS = 16
 
 
-def tuned_kernels(width: int) -> tuple[str, ...]:
-    keys = ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k")
-    return ("forward", *keys, "queries")
+def tuned_kernels(width: int, backward: str = "split") -> tuple[str, ...]:
+    """Those with tiles in `tiles.py`, of the forward and of a design of the backward."""
+    joint = width <= JOINT_WIDTH
+    if backward == "fused":
+        return ("forward", "fused") if joint else ("forward", "keys_v", "fused_k")
+    keys = ("keys",) if joint else ("keys_v", "keys_k")
+    return ("forward", *keys, "queries") if backward == "split" else ("forward",)
 
 
-def candidates(present: Tile, small: bool) -> list[Tile]:
-    sizes = product((64, 128), (16, 32, 64), (4, 8), (2, 3))
-    all_tiles = [Tile(*size, present.slabs) for size in sizes]
+def candidates(kernel: str, width: int, present: Tile, small: bool) -> list[Tile]:
+    """The present tile first, then what may be best."""
     if small:
-        all_tiles = [Tile(16, 16, 4, 1, present.slabs)]
-    return [present, *(tile for tile in all_tiles if tile != present)]
+        tried = [Tile(16, 16, 4, 1, present.slabs)]
+    else:
+        sizes = product((64, 128), (16, 32, 64), (4, 8), (2, 3))
+        tried = [Tile(*size, present.slabs) for size in sizes]
+        if (kernel, width) in TWO_PROGRAMS:
+            tried.insert(0, TWO_PROGRAMS[kernel, width])
+    return list(dict.fromkeys((present, *tried)))
+
+
+@contextmanager
+def backward_by(design: str) -> Iterator[None]:
+    """Inside, the backward is by this design."""
+    before = os.environ.get(OVERRIDE)
+    os.environ[OVERRIDE] = design
+    try:
+        yield
+    finally:
+        del os.environ[OVERRIDE]
+        if before is not None:
+            os.environ[OVERRIDE] = before
 
 
 class TiledAttention:
@@ -66,6 +92,10 @@ class TiledAttention:
             bounds = [*range(0, length, options.documents), length]
             at = torch.tensor(bounds, device=device)
             self.spans = ops.Spans.of_documents(at, at, length, length, True)
+        if not DESIGNS[options.backward].takes(self.leaves[0]):
+            raise ValueError(
+                f"--backward: expected a design that takes these inputs, got {options.backward!r}"
+            )
         self.table = tiles.table(self.leaves[0])
 
     def run(self, kernel: str) -> Callable[[], Any]:
@@ -96,6 +126,15 @@ class TiledAttention:
 
         return do_bench(run, warmup=10, rep=40, return_mode="median")
 
+    def designs(self) -> dict[str, float]:
+        """Milliseconds of the backward by each design that takes the inputs."""
+        found = {}
+        for name, design in DESIGNS.items():
+            if design.takes(self.leaves[0]):
+                with backward_by(name):
+                    found[name] = self.milliseconds("backward")
+        return found
+
 
 def compile_part(options: argparse.Namespace, part: int, parts: int) -> None:
     """Fill the cache of compiled kernels with every `parts`-th candidate."""
@@ -104,13 +143,14 @@ def compile_part(options: argparse.Namespace, part: int, parts: int) -> None:
     table = case.table
     work = [
         (k, tile)
-        for k in tuned_kernels(width)
-        for tile in candidates(table[k, width], options.small)
+        for k in tuned_kernels(width, options.backward)
+        for tile in candidates(k, width, table[k, width], options.small)
     ]
     for kernel, tile in work[part::parts]:
         before, table[kernel, width] = table[kernel, width], tile
         try:
-            case.run(kernel)()
+            with backward_by(options.backward):
+                case.run(kernel)()
             if options.device == "cuda":
                 torch.cuda.synchronize()
             print(json.dumps([kernel, *tile]), flush=True)
@@ -125,12 +165,12 @@ def compiled(options: argparse.Namespace) -> set[tuple[Any, ...]]:
         table = TiledAttention(options, 16).table
         return {
             (k, *tile)
-            for k in tuned_kernels(options.width)
-            for tile in candidates(table[k, options.width], True)
+            for k in tuned_kernels(options.width, options.backward)
+            for tile in candidates(k, options.width, table[k, options.width], True)
         }
     count = max(1, (os.cpu_count() or 2) - 1)
     command = [sys.executable, __file__]
-    for name in ("width", "length", "kv_heads", "documents", "device"):
+    for name in ("width", "length", "kv_heads", "documents", "device", "backward"):
         command += ["--" + name.replace("_", "-"), str(getattr(options, name))]
     with tempfile.TemporaryFile("w+") as ready:
         parts = [
@@ -149,19 +189,22 @@ def compiled(options: argparse.Namespace) -> set[tuple[Any, ...]]:
 
 
 def tune(options: argparse.Namespace, found: Callable[[str, dict[str, Any]], None]) -> None:
-    """Calls `found(kernel, {"present": [ms, tile], "best": [[ms, tile], ...]})` for each kernel as
-    soon as it has been timed. The best tiles stay in the table of this process."""
+    """Calls `found("designs", {name: ms, ...})` for the backward, then `found(kernel, {"present":
+    [ms, tile], "best": [[ms, tile], ...]})` for each kernel as soon as it has been timed. The best
+    tiles stay in the table of this process."""
     end = time.monotonic() + options.until
     known = compiled(options)
     case, width = TiledAttention(options, options.length), options.width
-    for kernel in tuned_kernels(width):
+    found("designs", case.designs())
+    for kernel in tuned_kernels(width, options.backward):
         present, timed = case.table[kernel, width], []
-        for tile in candidates(present, options.small):
+        for tile in candidates(kernel, width, present, options.small):
             late = timed and time.monotonic() > end
             if late or (tile != present and (kernel, *tile) not in known):
                 continue
             case.table[kernel, width] = tile
-            timed.append((case.milliseconds(kernel), tuple(tile)))
+            with backward_by(options.backward):
+                timed.append((case.milliseconds(kernel), tuple(tile)))
         before = timed[0][0]  # the present tile comes first
         timed.sort()
         case.table[kernel, width] = Tile(*timed[0][1])
@@ -175,6 +218,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--length", type=int, default=4096)
     found.add_argument("--kv-heads", type=int, default=HEADS)
     found.add_argument("--documents", type=int, default=0, help="tokens of each packed document")
+    found.add_argument("--backward", default="split", choices=tuple(DESIGNS), help="its design")
     found.add_argument("--seconds", type=float, default=120, help="for compiling")
     found.add_argument("--until", type=float, default=600, help="seconds for all of it")
     found.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
@@ -195,8 +239,7 @@ def main() -> None:
 
     def found(kernel: str, row: dict[str, Any]) -> None:
         result["kernels"][kernel] = row
-        before, present = row["present"]
-        print(f"{kernel}: {present} {before:.3f} ms; best {row['best'][:4]}", flush=True)
+        print(f"{kernel}: {json.dumps(row)}", flush=True)
         if options.json:
             Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
 

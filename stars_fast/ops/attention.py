@@ -62,12 +62,13 @@ class _Fused(torch.autograd.Function):
         key_spans: Tensor | None,
         causal: bool,
         scale: float,
+        exact: bool,
     ) -> Tensor:
         forward = compiled("attention", q)
         assert forward is not None
         out, lse, mu = forward(q, k, v, spans, key_spans, causal, scale)
         ctx.save_for_backward(q, k, v, out, lse, mu, spans, key_spans)
-        ctx.options = causal, scale
+        ctx.options = causal, scale, exact
         return out.detach()  # no view: it may be written to
 
     @staticmethod
@@ -78,7 +79,7 @@ class _Fused(torch.autograd.Function):
         if backward is None:
             raise RuntimeError("attention: the backend was switched between forward and backward")
         bars = backward(grad, q, k, v, out, lse, mu, spans, key_spans, *ctx.options)
-        return (*bars, None, None, None, None)
+        return (*bars, *[None] * 5)
 
 
 def attention(
@@ -131,8 +132,9 @@ def attention(
     widest = 128 if q.dtype == torch.float32 else 256  # tiles of more do not fit every GPU
     fused = mask is None and v.shape[-1] == q.shape[-1] <= widest
     if fused and compiled("attention", q) is not None:
-        queries, keys = (None, None) if spans is None else (spans.queries, spans.keys)
-        return _Fused.apply(q, k, v, queries, keys, causal, scale)
+        if spans is None:
+            return _Fused.apply(q, k, v, None, None, causal, scale, False)
+        return _Fused.apply(q, k, v, spans.queries, spans.keys, causal, scale, spans.exact)
     queries = None if spans is None else spans.queries
     return BlockedAttention.apply(q, k, v, queries, mask, causal, scale)
 

@@ -65,8 +65,9 @@ SCHEMAS = {
     # H, Sq] in fp32, whatever the backward needs of the rows.
     "attention": "(Tensor q, Tensor k, Tensor v, Tensor? spans, Tensor? key_spans, bool causal, "
     "float scale) -> (Tensor, Tensor, Tensor)",
+    # `exact`: every query in key_spans[b, j] sees key j.
     "attention_backward": "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor mu, Tensor? spans, Tensor? key_spans, bool causal, float scale) -> "
+    "Tensor mu, Tensor? spans, Tensor? key_spans, bool causal, float scale, bool exact=False) -> "
     "(Tensor, Tensor, Tensor)",
     # Attention between its products, in place: logits s and s_dot [B, H, Sq, Sk] become the weights
     # p and p_dot, exactly 0 outside spans [B or 1, Sq, 2]; the cotangents dp and dp_dot of those

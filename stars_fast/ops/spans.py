@@ -60,10 +60,12 @@ class Spans:
     Attributes:
         queries: int32 [B or 1, Sq, 2]: first key of each query, and the one after its last.
         keys: int32 [B or 1, Sk, 2]: first query that sees each key, and the one after the last.
+        exact: whether every query of such an interval sees the key; else some may not.
     """
 
     queries: Tensor
     keys: Tensor
+    exact: bool = False
 
     @classmethod
     def of_documents(
@@ -82,7 +84,7 @@ class Spans:
             from_queries = start, torch.minimum(stop, start + place + 1), place
             start, stop, place = from_keys
             from_keys = torch.minimum(start + place, stop), stop, place
-        return cls(_pack(from_queries), _pack(from_keys))
+        return cls(_pack(from_queries), _pack(from_keys), True)
 
     @classmethod
     def of_tokens(cls, tokens: Tokens, window: int | None = None) -> Spans:
@@ -94,8 +96,9 @@ class Spans:
         # Both rise with the query: a key is seen from its own place on, until a start is beyond it.
         first = (key - tokens.past).clamp(0, queries)
         last = torch.maximum(torch.searchsorted(start, key, right=True), first)
-        pack = [torch.stack(pair, -1).to(torch.int32) for pair in ((start, stop), (first, last))]
-        return cls(*pack)
+        sides = (start, stop), (first, last)
+        seen, seeing = (torch.stack(pair, -1).to(torch.int32) for pair in sides)
+        return cls(seen, seeing, True)
 
     @classmethod
     def of_mask(cls, mask: Tensor) -> Spans | None:
@@ -114,14 +117,14 @@ class Spans:
 
     def causal(self) -> Spans:
         """The same, less the keys that come after their query."""
-        return Spans(_cut(self.queries, 1), _cut(self.keys, 0))
+        return Spans(_cut(self.queries, 1), _cut(self.keys, 0), self.exact)
 
     @classmethod
     def _of_mask(cls, mask: Tensor) -> Spans | None:
         queries, contiguous = _hull(mask)
-        if not contiguous.item():
-            return None
-        return cls(queries, _hull(mask.mT)[0])
+        keys, exact = _hull(mask.mT)
+        found, known = torch.stack((contiguous, exact)).tolist()  # one wait for the device
+        return cls(queries, keys, known) if found else None
 
 
 def _other_side(cu: Tensor, other: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +145,7 @@ def _hull(mask: Tensor) -> tuple[Tensor, Tensor]:
     size = mask.shape[-1]
     if size == 0:
         empty = mask.new_zeros((*mask.shape[:-1], 2), dtype=torch.int32)
-        return empty, torch.ones((), dtype=torch.bool)
+        return empty, mask.new_ones(())
     count = mask.sum(-1)
     first = mask.to(torch.uint8).argmax(-1)
     last = size - mask.flip(-1).to(torch.uint8).argmax(-1)

@@ -101,6 +101,8 @@ def test_packed_documents(q_lengths, k_lengths, causal):
     total_q, total_k = mask.shape
     spans = Spans.of_documents(bounds(q_lengths), bounds(k_lengths), total_q, total_k, causal)
     seen = Spans.of_mask(mask[None, None])
+    assert spans.exact
+    assert seen.exact
     for mine, theirs in ((spans.queries, seen.queries), (spans.keys, seen.keys)):
         size = mine[..., 1] - mine[..., 0]
         assert torch.equal(size, theirs[..., 1] - theirs[..., 0])
@@ -138,7 +140,9 @@ WINDOW = torch.ones(9, 9, dtype=torch.bool).tril().triu(-3)[None, None]
 def test_padding_and_windows_become_spans(mask, causal):
     full = mask.expand(len(mask) if mask.dim() == 4 else 1, 1, 9, 9)
     full = full & (FULL.tril() if causal else True)
-    assert Spans.of_mask(full) is not None
+    spans, query = Spans.of_mask(full), torch.arange(9)
+    start, stop = spans.keys.unsqueeze(2).unbind(-1)
+    assert spans.exact == torch.equal(((query >= start) & (query < stop)), full[:, 0].mT)
     check(
         lambda q, k, v: ops.attention(q, k, v, mask, causal),
         lambda q, k, v: reference.attention(q, k, v, mask, causal),
@@ -154,6 +158,9 @@ def test_a_mask_with_gaps_is_no_span_and_is_asked_once():
         assert Spans.of_mask(mask) is None
     mask.data[..., 1, 1] = True  # a change that no version counts
     assert Spans.of_mask(mask) is not None
+    mask[..., 1, :] = False  # the other queries see keys 0 to 3, so all keys have a gap
+    assert not Spans.of_mask(mask).exact
+    assert not Spans.of_mask(mask).causal().exact
 
 
 def test_masks_of_inference_mode_and_of_no_keys():

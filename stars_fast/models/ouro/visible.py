@@ -84,14 +84,16 @@ class Visible:
 
     def on(self, device: torch.device) -> Visible:
         """The same on another device."""
-        spans = self.spans and Spans(self.spans.queries.to(device), self.spans.keys.to(device))
+        spans = self.spans
+        if spans is not None:
+            spans = replace(spans, queries=spans.queries.to(device), keys=spans.keys.to(device))
         return replace(self, tokens=self.tokens.to(device), spans=spans)
 
     def take_rows(self, rows: Tensor) -> Visible:
         """For some rows of the batch alone."""
         spans = self.spans
         if spans is not None and len(spans.queries) > 1:
-            spans = Spans(spans.queries[rows], spans.keys[rows])
+            spans = replace(spans, queries=spans.queries[rows], keys=spans.keys[rows])
         return replace(self, tokens=self.tokens.take_rows(rows), spans=spans)
 
 

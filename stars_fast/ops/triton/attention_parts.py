@@ -31,6 +31,7 @@ class Backward(NamedTuple):
             see a key.
         causal: without spans: query i sees the keys j <= i.
         scale: of the logits, above 0.
+        exact: every query among which key_spans says all are sees the key.
     """
 
     grad: Tensor
@@ -44,6 +45,7 @@ class Backward(NamedTuple):
     key_spans: Tensor | None
     causal: bool
     scale: float
+    exact: bool = False
 
 
 @triton.jit

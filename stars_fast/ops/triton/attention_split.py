@@ -2,7 +2,8 @@
 
 One or two kernels whose programs hold keys and go through the queries of all heads that share them;
 one whose programs hold queries. So no two programs add to one number, and the bits are the same
-each time; of 15 products a tile 21 (heads up to 64 wide) or 24 are computed.
+each time; instead of 15 products a tile 21 (heads up to 64 wide) or 24 are computed. The kernel
+that holds keys can add to the gradient of the queries too (`attention_fused.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from stars_fast.ops.triton.attention_parts import (
     CAUSAL,
-    FULL,
     LOG2E,
     SPANS,
     VARYING,
@@ -32,6 +32,16 @@ from stars_fast.ops.triton.attention_parts import (
 from stars_fast.ops.triton.tiles import JOINT_WIDTH, pick
 
 
+@triton.jit
+def add_rows(sums, tile, rows, columns, D: tl.constexpr):
+    """Adds a tile to rows of `sums` [.., D], in whatever order programs come."""
+    at = sums + rows.to(tl.int64)[:, None] * D + columns[None, :]
+    if D < 16 or triton.next_power_of_2(D) != D:
+        tl.atomic_add(at, tile, (columns < D)[None, :], sem="relaxed")
+    else:  # a mask is a branch around each addition
+        tl.atomic_add(at, tile, sem="relaxed")
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _backward_keys(
     q,
@@ -43,6 +53,7 @@ def _backward_keys(
     sums,
     k_grad,
     v_grad,
+    q_sums,
     spans,
     span_batch,
     key_spans,
@@ -70,6 +81,8 @@ def _backward_keys(
     scale,
     DO_K: tl.constexpr,
     DO_V: tl.constexpr,
+    DO_Q: tl.constexpr,
+    EXACT: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,
     MODE: tl.constexpr,
@@ -79,7 +92,9 @@ def _backward_keys(
     STREAMED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Gradients of a block of keys, of values, or both; all tiles are keys x queries."""
+    """Gradients of a block of keys, of values, or both; all tiles are keys x queries. With DO_Q
+    what the block gives to those of the queries, without the scale, is added to q_sums
+    [2, B, H, Sq + STREAMED, D]."""
     block, head, batch = place(heads, batches)
     rows = block * HELD + tl.arange(0, HELD)
     columns = tl.arange(0, WIDTH)
@@ -100,18 +115,26 @@ def _backward_keys(
 
     first = 0
     last = length
+    seen_from = tl.zeros_like(rows)
     if MODE == CAUSAL:
         first = block * HELD
+        seen_from = rows
     if MODE == SPANS:
         seen_from, seen_to = span((key_spans, key_span_batch), batch, rows, keys, length, MODE)
         first = tl.min(seen_from, 0)
         last = tl.max(seen_to, 0)
+    # Keys past the last, whose weights may be infinite, add to queries: so nothing sees them.
+    seen_from = tl.where(rows < keys, seen_from, 1 << 30)
     q_half = q_half.to(tl.int64) * UNIT
     grad_half = grad_half.to(tl.int64) * UNIT
     sums_half = batches.to(tl.int64) * heads * GROUP * length
     for member in range(GROUP):
         query_head = head * GROUP + member
         q_plane = plane(q, batch, query_head, q_batch, q_head, UNIT)
+        if DO_Q:
+            plane_size = (length + STREAMED).to(tl.int64) * D
+            q_plane_sums = q_sums + (batch * heads * GROUP + query_head) * plane_size
+            q_sums_half = batches * heads * GROUP * plane_size
         grad_plane = plane(grad, batch, query_head, grad_batch, grad_head, UNIT)
         statistics = (batch.to(tl.int64) * heads * GROUP + query_head) * length
         for start in range(first, last, STREAMED):
@@ -127,7 +150,13 @@ def _backward_keys(
             log_sum = tl.load(lse + sums_half + statistics + queries, inside, 0.0)
             mu_row = tl.load(mu + statistics + queries, inside, 0.0)
             p = tl.exp2((s - top[None, :]) * (scale * LOG2E) - log_sum[None, :])
-            if MODE != FULL:
+            if MODE != SPANS:
+                if DO_Q or MODE == CAUSAL:
+                    p = tl.where(queries[None, :] >= seen_from[:, None], p, 0.0)
+            elif EXACT:
+                visible = queries[None, :] >= seen_from[:, None]
+                p = tl.where(visible & (queries[None, :] < seen_to[:, None]), p, 0.0)
+            else:
                 lo, hi = span((spans, span_batch), batch, queries, length, keys, MODE)
                 p = tl.where(visible_keys(rows[:, None], lo[None, :], hi[None, :], MODE), p, 0.0)
             p_dot = p * ((s_dot - mu_row[None, :]) * scale)
@@ -151,7 +180,14 @@ def _backward_keys(
                 s_dot_bar = (p * e).to(q.dtype.element_ty)
                 k_dot_bar = tl.dot(s_dot_bar, tile, k_dot_bar, input_precision=PRECISION)
                 k_bar = tl.dot(s_dot_bar, tile_dot, k_bar, input_precision=PRECISION)
-                k_bar = tl.dot(s_bar.to(q.dtype.element_ty), tile, k_bar, input_precision=PRECISION)
+                s_bar = s_bar.to(q.dtype.element_ty)
+                k_bar = tl.dot(s_bar, tile, k_bar, input_precision=PRECISION)
+            if DO_Q:
+                part = tl.dot(tl.trans(s_dot_bar), k_tile, input_precision=PRECISION)
+                add_rows(q_plane_sums + q_sums_half, part, queries, columns, D)
+                part = tl.dot(tl.trans(s_dot_bar), k_dot, input_precision=PRECISION)
+                part = tl.dot(tl.trans(s_bar), k_tile, part, input_precision=PRECISION)
+                add_rows(q_plane_sums, part, queries, columns, D)
 
     if DO_K:
         k_bar *= scale
@@ -301,42 +337,60 @@ def _backward_queries(
     )  # fmt: skip
 
 
+# Which gradients the kernels that hold keys compute, by their name in `tiles.py`.
+_OUTPUTS = {"keys": "kv", "keys_v": "v", "keys_k": "k", "fused": "kvq", "fused_k": "kq"}
+
+
+def launch_keys(
+    kernel: str, given: Backward, k_grad: Tensor, v_grad: Tensor, q_sums: Tensor | None = None
+) -> None:
+    """The kernel of this name. Fills k_grad or v_grad, [2, B, Sk, Hkv, D], or both, and adds to
+    q_sums (see the kernel)."""
+    tile, outputs = pick(kernel, given.q), _OUTPUTS[kernel]
+    batch, kv_heads, keys = given.k.shape[1:4]
+    unit, steps = strides(given.q, given.k, given.v, given.grad)
+    _backward_keys[(triton.cdiv(keys, tile.held) * batch * kv_heads,)](
+        *_inputs(given),
+        k_grad,
+        v_grad,
+        q_sums,
+        *spans_and_stride(given.spans),
+        *spans_and_stride(given.key_spans),
+        *steps,
+        batch,
+        kv_heads,
+        given.q.shape[3],
+        keys,
+        given.scale,
+        DO_K="k" in outputs,
+        DO_V="v" in outputs,
+        DO_Q="q" in outputs,
+        EXACT=given.exact and given.spans is not None,
+        **constants(given.q, given.k, given.spans, given.causal, unit, tile),
+    )
+
+
+def _inputs(given: Backward) -> tuple[Tensor, ...]:
+    return given.q, given.k, given.v, given.grad, given.lse, given.mu, given.sums
+
+
 def split(given: Backward, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> None:
     """Fills the gradients, [2, B, S, heads, D] in q's dtype."""
     q, k = given.q, given.k
     _, batch, heads, length, width = q.shape
-    kv_heads, keys = k.shape[2:4]
-    unit, steps = strides(q, k, given.v, given.grad)
-    inputs = q, k, given.v, given.grad, given.lse, given.mu, given.sums
-    query_spans = spans_and_stride(given.spans)
     for kernel in ("keys",) if width <= JOINT_WIDTH else ("keys_v", "keys_k"):
-        tile = pick(kernel, q)
-        _backward_keys[(triton.cdiv(keys, tile.held) * batch * kv_heads,)](
-            *inputs,
-            k_grad,
-            v_grad,
-            *query_spans,
-            *spans_and_stride(given.key_spans),
-            *steps,
-            batch,
-            kv_heads,
-            length,
-            keys,
-            given.scale,
-            DO_K=kernel != "keys_v",
-            DO_V=kernel != "keys_k",
-            **constants(q, k, given.spans, given.causal, unit, tile),
-        )
+        launch_keys(kernel, given, k_grad, v_grad)
     tile = pick("queries", q)
+    unit, steps = strides(q, k, given.v, given.grad)
     _backward_queries[(triton.cdiv(length, tile.held) * batch * heads,)](
-        *inputs,
+        *_inputs(given),
         q_grad,
-        *query_spans,
+        *spans_and_stride(given.spans),
         *steps,
         batch,
         heads,
         length,
-        keys,
+        k.shape[3],
         given.scale,
         **constants(q, k, given.spans, given.causal, unit, tile),
     )

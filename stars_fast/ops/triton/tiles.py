@@ -63,7 +63,13 @@ _SM_90 = _SM_80 | {
     ("queries", 64): Tile(128, 64, 8, 2),
     ("queries", 128): Tile(128, 32, 8, 2),
 }
-_16_BITS = {"sm_80": _SM_80, "sm_90": _SM_90}
+# Kernels that hold keys and add to the gradient of the queries. On sm_90 their products wait for
+# each other at every tile that was compiled; less shared memory has no room for 128 wide heads.
+_FUSED_SM_80 = {("fused", 64): Tile(128, 32, 8, 2), ("fused_k", 128): Tile(128, 16, 8, 2)}
+_16_BITS = {"sm_80": _SM_80 | _FUSED_SM_80, "sm_90": _SM_90}
+# Tiles that leave room for two programs a processor of sm_90, so that one can multiply while the
+# other waits. Not measured: `benchmarks/tune_attention.py` alone takes them, and tries them first.
+TWO_PROGRAMS = {("forward", 128): Tile(64, 32, 4, 2, 2), ("keys_v", 128): Tile(64, 32, 4, 2)}
 _32_BITS = {
     ("forward", 64): Tile(32, 32, 4, 2),
     ("forward", 128): Tile(16, 16, 8, 1, 2),
@@ -87,6 +93,8 @@ _INTERPRETED = {
         ("keys_v", (16, 32), (128, 256)),
         ("keys_k", (32, 16), (128, 256)),
         ("queries", (16, 32), (64, 128, 256)),
+        ("fused", (16, 32), (64,)),
+        ("fused_k", (32, 16), (128,)),
     )
     for width in widths
 }
@@ -110,9 +118,18 @@ def table(q: Tensor) -> dict[tuple[str, int], Tile]:
     return _16_BITS.get(arch, _SMALL)
 
 
+def has(kernel: str, q: Tensor) -> bool:
+    """Whether a kernel has a tile for tensors like q [..., D]."""
+    return (kernel, _width(q)) in table(q)
+
+
 def pick(kernel: str, q: Tensor) -> Tile:
     """The tile of a kernel for tensors like q [..., D]."""
+    return table(q)[kernel, _width(q)]
+
+
+def _width(q: Tensor) -> int:
     width = next((width for width in (64, 128, 256) if q.shape[-1] <= width), None)
     if width is None:
         raise ValueError(f"attention: Triton kernels take heads up to 256 wide, got {q.shape[-1]}")
-    return table(q)[kernel, width]
+    return width

@@ -1,8 +1,9 @@
 """Runs that repeat bit for bit on a GPU too.
 
 There some of PyTorch's kernels add in whatever order their threads come: the backward of its
-attention above all, and of embeddings and indexing. Our own kernels add in a fixed order: none uses
-atomics, and the gradients of weights are summed over programs one after another.
+attention above all, and of embeddings and indexing. Our own kernels add in a fixed order: the
+gradients of weights are summed over programs one after another, and a design of the attention's
+backward that uses atomics (none is the default) is not taken with deterministic algorithms.
 """
 
 import os
