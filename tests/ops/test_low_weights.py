@@ -220,7 +220,7 @@ def test_gradients_of_other_tensors_leave_those_of_the_weights():
     y.sum().backward(inputs=[bias], retain_graph=True)
     assert weight.grad is None
     assert bias.grad.tolist() == [2.0] * len(bias)
-    with pytest.raises(RuntimeError, match="got torch.autograd.grad of a weight"):
+    with pytest.raises(RuntimeError, match=r"got torch\.autograd\.grad of a weight"):
         torch.autograd.grad(y.sum(), weight, retain_graph=True)
     assert weight.grad is None
     y.sum().backward()
