@@ -234,7 +234,7 @@ def fused_jsrr(
             jv = _tangent(block, stack, args, kwargs)
             _check_output(jv, h)
             u = samples.unit_rms(jv.to(samples.dtype), normalize)
-            stack = stack_pair(h, u.to(h.dtype))
+        stack = stack_pair(h, u.to(h.dtype))  # h keeps its graph, whatever the direction does
     if not return_output:
         jv = _tangent(block, stack, args, kwargs)
         _check_output(jv, h)
