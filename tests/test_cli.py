@@ -83,6 +83,7 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "tiny.yaml", "--resme"], "did you mean resume?"),
         (["trian", "tiny.yaml"], "did you mean train?"),
         (["eval", "tiny", "--turn", "1", "--limt", "3"], "did you mean --limit?"),
+        (["train", "adition-quick"], "; did you mean addition-quick?"),
         (["recipes", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
         (["runs", "."], ".: expected a run folder, or a folder of some"),
         (["train", "tiny.yaml", "--batch_size", "15", "--accumulation", "2"], "multiple of"),
