@@ -22,7 +22,7 @@ from benchmarks.blocks import KINDS, SHAPES, Shape, build_block
 from benchmarks.counting import count
 from benchmarks.machine import measured_peaks
 from benchmarks.report import FULL, Row, note, reason, show, with_rates, write
-from benchmarks.timing import in_its_own_process, interleaved
+from benchmarks.timing import Clock, in_its_own_process, interleaved, process_clock
 from benchmarks.ways import (
     COMPILED,
     NAMES,
@@ -65,6 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--ways", nargs="+", choices=NAMES, metavar="WAY", help=f"of {'; '.join(NAMES)}"
     )
     parser.add_argument(
+        "--cpu-seconds",
+        action="store_true",
+        help="time CPU seconds of the process in place of wall seconds: on a busy machine, with "
+        "--threads 1",
+    )
+    parser.add_argument(
         "--memory", type=_lengths, metavar="512,1024", help="memory against these lengths, no times"
     )
     parser.add_argument(
@@ -92,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
         "dtype": options.dtype,
         "shapes": {name: asdict(shape) for name, shape in shapes.items()},
         "memory_limit": round(limit, 1),
+        "clock": "CPU seconds of the process" if options.cpu_seconds else "wall seconds",
     }
     if options.memory:
         result["memory"] = {}
@@ -112,7 +119,8 @@ def run(options: argparse.Namespace) -> int:
         block, h, u = build_block(shape, options.device, dtype)
         with ops.backend(backend):
             result["backends"][label] = explain(block, h).backends
-            rows = way_rows(names, shape, block, h, u, options.repeats)
+            clock = process_clock if options.cpu_seconds else None
+            rows = way_rows(names, shape, block, h, u, options.repeats, clock)
         again = measured_peaks(options.device, dtype)  # a shared machine has better moments
         result["peaks"] = {key: max(peak, again[key]) for key, peak in result["peaks"].items()}
         for name, row in rows.items():
@@ -140,7 +148,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 def way_rows(
-    names: Sequence[str], shape: Shape, block: nn.Module, h: Tensor, u: Tensor, repeats: int
+    names: Sequence[str],
+    shape: Shape,
+    block: nn.Module,
+    h: Tensor,
+    u: Tensor,
+    repeats: int,
+    clock: Clock | None = None,
 ) -> dict[str, Row]:
     """Time and error of each way, in the order of `names`; `plain` is always there, the others'
     unit. A way that does not run has a row that says why.
@@ -171,7 +185,7 @@ def way_rows(
         return {name: failed.get(name, {"failed": "plain failed"}) for name in names}
     runs = {name: partial(forward_backward, loss, block, h, u) for name, loss in losses.items()}
     note(f"times of {len(runs)} ways, {repeats} rounds")
-    rows = figures(interleaved(runs, repeats, h.device), errors)
+    rows = figures(interleaved(runs, repeats, h.device, clock), errors)
     for name, row in rows.items():
         if not row["error"] <= tolerance(name, h.dtype):
             row["wrong"] = True

@@ -57,6 +57,13 @@ def wall_clock(device: torch.device | str) -> Clock:
     return clock
 
 
+def process_clock(run: Run) -> float:
+    """CPU seconds of this process, which other work on the machine moves less than wall seconds."""
+    begin = time.process_time()
+    run()
+    return time.process_time() - begin
+
+
 def device_clock(device: torch.device | str) -> Clock:
     """Seconds on the device's own clock, with a cold cache and without the first millisecond that
     the host takes to launch; on the CPU `wall_clock`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.base.checks import check_number
-from stars_fast.dual.dual_pass import dual_pass
+from stars_fast.dual.dual_pass import dual_pass, tangent_pass
 from stars_fast.dual.graphed_block import GraphedBlock
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.repeatable import repeatable
@@ -63,16 +63,22 @@ def fused_jvp(
     wide = v.dtype if v.dtype == torch.float64 else torch.float32
     scale = _rms(v.detach().to(wide))
     u = (v.to(wide) / scale).to(v.dtype)
-    out = _pass(block, stack_pair(h, u), args, kwargs or {})
+    out = _pair(block, stack_pair(h, u), args, kwargs or {})
     return out[0], (out[1] * scale).to(out.dtype)
 
 
-def _pass(block: Block, stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+def _pair(block: Block, stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     if not isinstance(block, GraphedBlock):
         return dual_pass(block, stack, args, kwargs)
     if args or kwargs:
         raise ValueError("args, kwargs: a GraphedBlock took them when it was captured")
     return block.dual(stack)
+
+
+def _tangent(block: Block, stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    if isinstance(block, GraphedBlock):
+        return _pair(block, stack, args, kwargs)[1]
+    return tangent_pass(block, stack, args, kwargs)
 
 
 def _rms(v: Tensor) -> Tensor:
@@ -225,14 +231,17 @@ def fused_jsrr(
     block = block if power_steps == 1 else repeatable(block)
     for _ in range(power_steps - 1):
         with torch.set_grad_enabled(torch.is_grad_enabled() and through_power_steps):
-            jv = _pass(block, stack, args, kwargs)[1]
+            jv = _tangent(block, stack, args, kwargs)
             _check_output(jv, h)
             u = samples.unit_rms(jv.to(samples.dtype), normalize)
-            stack = stack_pair(h, u.to(h.dtype))
-    output, jv = _pass(block, stack, args, kwargs)
+        stack = stack_pair(h, u.to(h.dtype))  # h keeps its graph, whatever the direction does
+    if not return_output:
+        jv = _tangent(block, stack, args, kwargs)
+        _check_output(jv, h)
+        return samples.mean_square(jv, normalize, margin)
+    output, jv = _pair(block, stack, args, kwargs)
     _check_output(jv, h)
-    loss = samples.mean_square(jv, normalize, margin)
-    return (output, loss) if return_output else loss
+    return output, samples.mean_square(jv, normalize, margin)
 
 
 def _seed(

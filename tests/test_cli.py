@@ -190,6 +190,23 @@ def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):
 
 
 @pytest.mark.slow
+def test_what_reads_and_counts_loads_none_of_torchs_compilers():
+    """They take as long as torch itself; checkpoints, CausalBias and `torch.compiler.disable`
+    each bring them."""
+    code = (
+        "import sys; from contextlib import suppress; from stars_fast.cli import main\n"
+        "with suppress(SystemExit):\n"
+        "    main(['train', '--help']), main(['plan', 'addition-sft', '--gpus', '1xH200'])\n"
+        "    main(['train', 'addition-quick', '--steps', 'x']), main(['eval', '--help'])\n"
+        "heavy = ('torch._dynamo', 'torch.distributed.checkpoint', 'sympy', 'scipy', 'triton')\n"
+        "sys.exit([name for name in heavy if name in sys.modules] or 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+    assert run.stderr.splitlines() == ["stars-fast: train.steps: expected int, got 'x'"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="no such pipes")
 @pytest.mark.parametrize(
     "words",

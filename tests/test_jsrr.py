@@ -121,8 +121,9 @@ def test_many_power_steps_tend_to_the_squared_spectral_radius():
 
 
 def test_power_steps_differentiate_the_last_step_unless_asked(block):
-    h, v = state(1, 5, 4), state(1, 5, 4, seed=4)
-    weights = list(block.parameters())
+    """In the weights and, not detached, in h, where the last step's Jacobian stands."""
+    h, v = state(1, 5, 4).requires_grad_(), state(1, 5, 4, seed=4)
+    leaves = [h, *block.parameters()]
 
     def by_hand(through):
         u = v / v.square().mean().sqrt()
@@ -131,11 +132,12 @@ def test_power_steps_differentiate_the_last_step_unless_asked(block):
             if step < 2:
                 u = j / j.square().mean().sqrt()
                 u = u if through else u.detach()
-        return torch.autograd.grad(j.square().mean(), weights)
+        return torch.autograd.grad(j.square().mean(), leaves)
 
     for through in (False, True):
-        loss = fused_jsrr(block, h, v=v, power_steps=3, through_power_steps=through)
-        for a, b in zip(torch.autograd.grad(loss, weights), by_hand(through), strict=True):
+        options = {"power_steps": 3, "through_power_steps": through, "detach": False}
+        loss = fused_jsrr(block, h, v=v, **options)
+        for a, b in zip(torch.autograd.grad(loss, leaves), by_hand(through), strict=True):
             assert relative_error(a, b) <= 1e-9
 
 

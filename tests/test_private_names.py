@@ -179,6 +179,57 @@ def test_a_kernel_is_found_by_its_key():
     assert has("stars_fast_private_names::one", "CPU")
 
 
+@rests_on("torch._C._will_engine_execute_node")
+def test_a_backward_knows_whose_gradients_are_asked_for():
+    seen = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, bar):
+            seen.append(torch._C._will_engine_execute_node(ctx.next_functions[1][0]))
+            return bar, None
+
+    x, weight = (torch.ones(1, requires_grad=True) for _ in range(2))
+    Asks.apply(x, weight).backward()
+    torch.autograd.grad(Asks.apply(x, weight), x)
+    Asks.apply(x, weight).backward(inputs=[weight])
+    assert seen == [True, False, True]
+    try:
+        torch.autograd.grad(Asks.apply(x, weight), weight)
+    except RuntimeError:
+        return
+    raise AssertionError("a leaf that torch.autograd.grad is given was no error")
+
+
+@rests_on("torch._disable_dynamo")
+def test_a_function_is_kept_from_the_compiler_without_loading_it_now():
+    traced = []
+
+    @torch._disable_dynamo
+    def aside(x):
+        traced.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    found = torch.compile(lambda x: aside(x.cos()) + 1, backend="eager")(torch.ones(2))
+    assert torch.equal(found, torch.ones(2).cos().sin() + 1)
+    assert traced == [False]
+    with pytest.raises(Exception, match=r"aside|disable"):
+        torch.compile(aside, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+@rests_on("torch._C._autograd._top_saved_tensors_default_hooks")
+def test_who_packs_saved_tensors_is_told():
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    assert hooks(False) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert hooks(False) is not None
+    assert hooks(False) is None
+
+
 @rests_on("torch._foreach_copy_")
 def test_a_list_of_tensors_is_copied_into_another_of_another_dtype():
     lows = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)]

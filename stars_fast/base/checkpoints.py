@@ -1,25 +1,28 @@
 """Reading the checkpoints of a run: which are complete, and what they hold.
 
 Part of a checkpoint is a pickle, as PyTorch's distributed checkpoints are: load only those of runs
-that you trust. `training.run.checkpoint` writes them.
+that you trust. `training.run.checkpoint` writes them. Whoever looks for a run imports this, so
+what reads tensors loads where it is used: with it come torch's compilers, two seconds of CPU.
 """
+
+from __future__ import annotations
 
 import errno
 import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from stars_fast.base.checksums import SUMS, checksum, read_checksums
 from stars_fast.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 METADATA, STATE = ".metadata", "state.pt"
 """Files without which a checkpoint is not complete."""
@@ -155,6 +158,8 @@ def saved_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         ConfigError: it is damaged.
     """
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     check_whole(path)
     tensors = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
@@ -180,6 +185,8 @@ def weights_of(model: nn.Module, trained_alone: bool = False) -> dict[str, Tenso
 
     It brings an FSDP model into its shards, so it comes before `parameters_of`.
     """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
     weights = get_model_state_dict(model)
     own = parameters_of(model)
     if trained_alone:
@@ -204,6 +211,8 @@ def check_fit(
 ) -> None:
     """Raise ConfigError unless `names`, in the checkpoint, are those of `wanted`, of their shapes
     and with `exact` of their dtypes."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     entries = {name: saved.state_dict_metadata[name] for name in names}
     other = []
     for name in wanted.keys() & entries.keys():
@@ -229,14 +238,18 @@ def _some(keys: list[str]) -> str:
 
 
 def read_metadata(path: Path) -> Metadata:
+    from torch.distributed.checkpoint import FileSystemReader
+
     try:
-        return dcp.FileSystemReader(path).read_metadata()
+        return FileSystemReader(path).read_metadata()
     except Exception as error:  # a damaged pickle may raise anything
         raise damaged_checkpoint(path, error) from error
 
 
 def read_tensors(path: Path, targets: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
     """Fill `targets` in place; with `group`, an error on one process is one on all."""
+    import torch.distributed.checkpoint as dcp
+
     hush_one_process()
     reader = dcp.FileSystemReader(path)
     try:
@@ -270,7 +283,9 @@ def failure_reason(error: BaseException) -> str:
 
 def first_failure(error: BaseException) -> BaseException:
     """The error itself, or of those of several processes the first."""
-    if isinstance(error, dcp.CheckpointException):
+    from torch.distributed.checkpoint import CheckpointException
+
+    if isinstance(error, CheckpointException):
         return next(iter(error.failures.values()))[0]
     return error
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from stars_fast.dual.block_modules import release_duals
 from stars_fast.dual.pass_mode import Pass
 from stars_fast.dual.patches import surroundings
-from stars_fast.dual.running import forget_waiting
+from stars_fast.dual.recognition.last_map import tangent_of
+from stars_fast.dual.running import forget_waiting, settle_all
 from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # as `torch.compiler.disable`, which loads the compiler here and now
 def dual_pass(
     block: Callable[..., Any], stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Tensor:
@@ -33,27 +34,50 @@ def dual_pass(
     Raises:
         TypeError: the block returned no tensor, or one that does not depend on its input.
     """
-    result = None
+    return _run(block, stack, args, kwargs, tangent_alone=False)
+
+
+@torch._disable_dynamo
+def tangent_pass(
+    block: Callable[..., Any], stack: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Tensor:
+    """As `dual_pass`, for the tangent alone, [*output.shape]: what only the primal output needs is
+    left out (`recognition.last_map`)."""
+    return _run(block, stack, args, kwargs, tangent_alone=True)
+
+
+def _run(
+    block: Callable[..., Any],
+    stack: Tensor,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    tangent_alone: bool,
+) -> Tensor:
     try:
-        with surroundings(), masks_of_one_pass(), Pass():
+        running = Pass(stack.shape[1:] if tangent_alone else None)
+        with surroundings(), masks_of_one_pass(), running:
             forget_waiting()  # what an earlier pass that failed has left
-            output = first_output(block(Dual(stack), *args, **kwargs))
-            if type(output) is Dual:
-                check_history(output)
-                result = output.stack  # what it waits for runs inside of the pass
+            found = [first_output(block(Dual(stack), *args, **kwargs))]
+            if type(found[0]) is not Dual:
+                raise _no_output(found[0])
+            check_history(found[0])
+            if not tangent_alone:
+                return found[0].stack  # what it waits for runs inside of the pass
+            tangent = tangent_of(found)
+            settle_all()  # what someone has kept, and may read later
+            return tangent
     finally:
         release_duals(block)
         forget_waiting()
-    if result is None:
-        raise TypeError(
-            "block: expected its (first) output to be a tensor that depends on h, got "
-            + (
-                f"a constant tensor of shape {list(output.shape)}: was it detached or rebuilt?"
-                if isinstance(output, Tensor)
-                else type(output).__name__
-            )
-        )
-    return result
+
+
+def _no_output(output: Any) -> TypeError:
+    got = type(output).__name__
+    if isinstance(output, Tensor):
+        got = f"a constant tensor of shape {list(output.shape)}: was it detached or rebuilt?"
+    return TypeError(
+        f"block: expected its (first) output to be a tensor that depends on h, got {got}"
+    )
 
 
 def first_output(output: Any) -> Any:

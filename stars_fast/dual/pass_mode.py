@@ -44,6 +44,7 @@ _PURE = frozenset(
 )
 
 _count_modes = torch._C._len_torch_function_stack
+packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Pass(TorchFunctionMode):
@@ -52,10 +53,14 @@ class Pass(TorchFunctionMode):
     Attributes:
         running: whether the pass runs, or a part of it is computed again. A Dual that is met
             otherwise was left behind, and stands for its primal.
+        tangent_of: the shape of the state where the tangent alone is asked for, else None.
+        packing: what packs the tensors that autograd saves, as the pass begins; None for nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tangent_of: torch.Size | None = None) -> None:
         super().__init__()
+        self.tangent_of = tangent_of
+        self.packing = packing_hooks(False)
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         self._outer: list[Pass | None] = []
         self._depth = 0

@@ -225,7 +225,7 @@ def _check_types(func: Any, types: Any) -> None:
     """Refuse operands whose class gives torch functions a meaning of its own: the rules would read
     them as ordinary tensors."""
     for kind in types:
-        if kind is Dual or is_ordinary(kind) or issubclass(kind, UNDERSTOOD.get(func, ())):
+        if kind is Dual or is_ordinary(kind) or (func in UNDERSTOOD and UNDERSTOOD[func](kind)):
             continue
         raise TypeError(
             f"stars_fast: {getattr(func, '__name__', func)} of a tensor with a tangent and a "
@@ -242,8 +242,8 @@ def is_ordinary(kind: type) -> bool:
     return owner in (torch.Tensor, torch.nn.Parameter)
 
 
-UNDERSTOOD: dict[Any, tuple[type, ...]] = {}
-"""torch function -> classes, beside Tensor, that its rule understands."""
+UNDERSTOOD: dict[Any, Callable[[type], bool]] = {}
+"""torch function -> whether its rule understands a class, beside Tensor."""
 
 # Rules whose formulas hold for real numbers.
 _REAL = {"var", "var_mean", "std", "logsumexp", "log_softmax", "pow"}

@@ -7,11 +7,19 @@ talking to the others, and a resumed run repeats the same ones without saving a 
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
-from scipy import special
 
 from stars_fast.base.checks import check_integer, check_types
+
+
+def _special() -> Any:
+    """`scipy.special`: a quarter of a second to load, which a fixed depth does not need."""
+    from scipy import special
+
+    return special
+
 
 LAWS = ("lognormal", "poisson", "poisson-lognormal", "uniform", "fixed")
 
@@ -92,9 +100,9 @@ class DepthLaw:
         """P(depth <= k) for k = 0..high."""
         k = np.arange(self.high + 1)
         if self.law == "lognormal":
-            below = special.ndtr((np.log(k + 0.5) - self.mu) / self.sigma)
+            below = _special().ndtr((np.log(k + 0.5) - self.mu) / self.sigma)
         elif self.law == "poisson":
-            below = special.pdtr(k, self.rate)
+            below = _special().pdtr(k, self.rate)
         elif self.law == "poisson-lognormal":
             below = self._poisson_lognormal(k)
         elif self.law == "uniform":
@@ -111,7 +119,7 @@ class DepthLaw:
         z = np.linspace(-9.0, 9.0, 3601)
         weights = np.exp(-(z**2) / 2)
         rates = self.rate * np.exp(self.sigma * z - self.sigma**2 / 2)
-        below = special.pdtr(k[:, None] - 1, rates)
+        below = _special().pdtr(k[:, None] - 1, rates)
         return np.where(k < 1, 0.0, below @ (weights / weights.sum()))
 
     def pmf(self, depth: int) -> float:

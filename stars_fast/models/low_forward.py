@@ -25,10 +25,21 @@ class LowForward:
         self.low = self.joint = low
         self.maps: tuple[nn.Module, ...] = (module,)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            return functional.low_linear(x, self.low)
-        return type(self.module).forward(self.module, x)
+    def __call__(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            return functional.low_linear(input, self.low)
+        return type(self.module).forward(self.module, input)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the copy is of the parameters that the module has now, these are trained or
+        frozen as they were, and no hook waits for a gradient, which autograd is not given."""
+        given = [p for p in (self.module.weight, self.module.bias) if p is not None]
+        known = [*self.low.weights, *self.low.biases]
+        return len(given) == len(known) and all(
+            p is q and p.requires_grad == self.low.trained and not p._backward_hooks
+            for p, q in zip(given, known, strict=True)
+        )
 
 
 def joint_low(maps: Sequence[nn.Module], x: Tensor) -> LowWeights | None:

@@ -70,8 +70,10 @@ class LowLayers:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Inside, also in a backward that recomputes, the maps go through the copies."""
-        changed = [each for each in self._forwards if is_plain(each)]
+        """Inside, also in a backward that recomputes, the maps go through the copies; but those
+        whose parameters have been replaced, frozen or given hooks since, as any linear map."""
+        forwards = self._forwards.items()
+        changed = [each for each, forward in forwards if is_plain(each) and forward.is_current]
         for each in changed:
             vars(each)["forward"] = self._forwards[each]
         try:

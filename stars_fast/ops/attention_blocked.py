@@ -24,6 +24,8 @@ from stars_fast.ops.spans import causal_spans, full_spans, is_unasked
 _QUERIES = 128
 _TILE = 2**19
 
+_DENSE = torch.contiguous_format
+
 
 _Block = tuple[int, int, int]
 """First query of a block; first key that one of its queries sees, and the one after the last."""
@@ -61,7 +63,8 @@ class _Tile:
 
 class _Tiling:
     """The tiles of one call, and scratch memory for them. `blocks` are those of the forward pass,
-    if they are known."""
+    if they are known; `seen_at_once` says that one of them has all queries and all keys, so that
+    each row of a result comes from one tile."""
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class _Tiling:
         else:
             self.spans = spans if len(spans) == 1 else spans.repeat_interleave(self.kv_heads, 0)
             self.blocks = _blocks(spans, starts, self.keys) if blocks is None else blocks
+        self.seen_at_once = self.keys > 0 and self.blocks == [(0, 0, self.keys)]
         self.mask = None if mask is None else self._expand(mask)
         self.buffers: dict[int, Tensor] = {}
 
@@ -185,7 +189,8 @@ class BlockedAttention(torch.autograd.Function):
         ctx.save_for_backward(qs, ks, vs, spans, mask)
         ctx.options = q.shape, k.shape, v.shape, q.dtype, causal, scale
         ctx.blocks = tiling.blocks
-        out = vs.new_zeros((*qs.shape[:-1], vs.shape[-1]))
+        make = vs.new_empty if tiling.seen_at_once else vs.new_zeros
+        out = make((*qs.shape[:-1], vs.shape[-1]))
         with no_autocast(q):
             for tile in tiling.tiles():
                 p, p_dot = tiling.weights(qs, ks, tile)
@@ -204,7 +209,9 @@ class BlockedAttention(torch.autograd.Function):
         q_shape, k_shape, v_shape, dtype, causal, scale = ctx.options
         tiling = _Tiling(q_shape, k_shape, spans, mask, causal, qs.device, ctx.blocks)
         g = _grouped(widen(grad), k_shape[2]).contiguous()
-        dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+        make = torch.empty_like if tiling.seen_at_once else torch.zeros_like
+        dq, dk, dv = make(qs), make(ks), make(vs)
+        nothing, beta = qs.new_zeros(()), 0 if tiling.seen_at_once else 1
         backward = implementation("attention_weights_backward", qs)
         with no_autocast(qs):
             for tile in tiling.tiles():
@@ -213,20 +220,23 @@ class BlockedAttention(torch.autograd.Function):
                 a, b = tiling.rows(g[0], tile), tiling.rows(g[1], tile)
                 k0, k1 = ks[0, tile.heads, tile.keys], ks[1, tile.heads, tile.keys]
                 v0, v1 = vs[0, tile.heads, tile.keys], vs[1, tile.heads, tile.keys]
-                dv[0, tile.heads, tile.keys].baddbmm_(p_dot.mT, b).baddbmm_(p.mT, a)
-                dv[1, tile.heads, tile.keys].baddbmm_(p.mT, b)
+                dv0, dv1 = dv[0, tile.heads, tile.keys], dv[1, tile.heads, tile.keys]
+                dv0.baddbmm_(p_dot.mT, b, beta=beta).baddbmm_(p.mT, a)
+                dv1.baddbmm_(p.mT, b, beta=beta)
                 dp = torch.bmm(a, v0.mT, out=tiling.scratch(2, p.shape, p))
                 dp.baddbmm_(b, v1.mT)
                 dp_dot = torch.bmm(b, v0.mT, out=tiling.scratch(3, p.shape, p))
                 backward(*(tiling.full(x, tile) for x in (dp, dp_dot, p, p_dot)), tile.spans)
                 rows = dq[:, tile.heads, :, tile.queries]
-                rows[0] = torch.bmm(dp, k0).baddbmm_(dp_dot, k1).view(rows.shape[1:])
-                rows[1] = torch.bmm(dp_dot, k0).view(rows.shape[1:])
-                dk[0, tile.heads, tile.keys].baddbmm_(dp.mT, q0).baddbmm_(dp_dot.mT, q1)
-                dk[1, tile.heads, tile.keys].baddbmm_(dp_dot.mT, q0)
-        dq_out = _joined(dq.mul_(scale), q_shape, dtype)
-        dk_out, dv_out = dk.view(k_shape).to(dtype), dv.view(v_shape).to(dtype)
-        return dq_out, dk_out, dv_out, None, None, None, None
+                moved = torch.baddbmm(nothing, dp, k0, beta=0, alpha=scale)
+                rows[0] = moved.baddbmm_(dp_dot, k1, alpha=scale).view(rows.shape[1:])
+                moved = torch.baddbmm(nothing, dp_dot, k0, beta=0, alpha=scale)
+                rows[1] = moved.view(rows.shape[1:])
+                dk0, dk1 = dk[0, tile.heads, tile.keys], dk[1, tile.heads, tile.keys]
+                dk0.baddbmm_(dp.mT, q0, beta=beta).baddbmm_(dp_dot.mT, q1)
+                dk1.baddbmm_(dp_dot.mT, q0, beta=beta)
+        shapes = zip((dq, dk, dv), (q_shape, k_shape, v_shape), strict=True)
+        return *(x.view(shape).to(dtype) for x, shape in shapes), None, None, None, None
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
@@ -238,8 +248,9 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 def _split(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """Scaled queries [2, B * Hkv, G, Sq, D], keys and values [2, B * Hkv, Sk, D], contiguous, in
     memory of their own: the inputs may be written to before the backward."""
-    queries = _grouped(widen(q), k.shape[2]) * scale
-    return queries.contiguous(), _flat_heads(k), _flat_heads(v)
+    wide = widen(q)
+    queries = torch.mul(wide, scale, out=torch.empty_like(wide, memory_format=_DENSE))
+    return _grouped(queries, k.shape[2]), _flat_heads(k), _flat_heads(v)
 
 
 def _flat_heads(x: Tensor) -> Tensor:

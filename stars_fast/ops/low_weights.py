@@ -124,6 +124,20 @@ def adds_in_product(device: torch.device) -> bool:
     return bool((total == 17).all())
 
 
+def _is_wanted(node: Any) -> bool:
+    """Whether the backward that runs is to add to the `grad` of the leaf of this node: not one of
+    the gradients of other tensors alone, as `torch.autograd.grad` gives."""
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError as error:  # which torch has for a leaf that `torch.autograd.grad` was given
+        raise RuntimeError(
+            "low_linear: expected backward(), got torch.autograd.grad of a weight: its gradient is "
+            "added to the weight's own"
+        ) from error
+
+
 class _LowLinears(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -147,13 +161,15 @@ class _LowLinears(torch.autograd.Function):
     def backward(ctx: Any, *y_bars: Tensor) -> tuple[Tensor | None, ...]:
         low: LowWeights = ctx.low
         x = ctx.saved_tensors[0].reshape(-1, ctx.shape[-1]) if low.trained else None
+        wanted = [_is_wanted(node) for node, _ in ctx.next_functions[1:]]
         x_bar: Tensor | None = None
         for index, y_bar in enumerate(y_bars):
             bar = y_bar.reshape(-1, y_bar.shape[-1])
-            if x is not None:
+            if x is not None and wanted[index]:
                 _add_product(low.weights[index], bar, x)
-                if low.biases:  # a tangent has none
-                    _add_sum(low.biases[index], bar[: len(bar) // 2] if ctx.dual else bar)
+            if low.biases and low.trained and wanted[len(low.weights) + index]:
+                # a tangent has none
+                _add_sum(low.biases[index], bar[: len(bar) // 2] if ctx.dual else bar)
             if ctx.needs_input_grad[0]:
                 weight = low.parts[index]
                 x_bar = bar @ weight if x_bar is None else x_bar.addmm_(bar, weight)

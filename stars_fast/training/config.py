@@ -75,7 +75,8 @@ class LoopConfig:
     deterministic: on a GPU too, the same bits each time, by kernels that add in a fixed order; an
         op that has none is an error. Slower, above all PyTorch's attention backward.
     graphs: turns and penalty as CUDA graphs, one pair for each number of turns, in rows of one
-        length: where a run can have them (auto), or else an error (on), or never (off).
+        length: where a run can have them (auto), or else an error (on), or never (off, until
+        they have run on a GPU).
     report_to: where metrics go besides metrics.jsonl: tensorboard (if it is installed), wandb,
         trackio; or none.
     project: of wandb and trackio.
@@ -97,7 +98,7 @@ class LoopConfig:
     threads: int | None = None
     compile: bool = False
     deterministic: bool = False
-    graphs: Literal["auto", "on", "off"] = "auto"
+    graphs: Literal["auto", "on", "off"] = "off"
     report_to: tuple[str, ...] = ("tensorboard",)
     project: str = "stars-fast"
 

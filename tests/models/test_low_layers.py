@@ -186,6 +186,38 @@ def test_what_is_more_than_its_weight_is_left_as_it_is():
     assert seen == [1]
 
 
+@pytest.mark.parametrize("change", ["replaced", "frozen", "hooked"])
+def test_parameters_that_are_not_what_they_were_go_without_their_copy(change):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layers = LowLayers(model, [model])
+    layers.refresh()
+    first, seen = model[0], []
+    if change == "replaced":
+        first.weight = nn.Parameter(first.weight.detach() + 1)
+    elif change == "frozen":
+        first.weight.requires_grad_(False)
+    else:
+        first.weight.register_hook(lambda grad: seen.append(1) or 2 * grad)
+    x = torch.randn(3, 4)
+    with torch.autocast("cpu", BF16):
+        y = model(x)
+    y.sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with layers.used():
+        assert "forward" not in vars(first)
+        assert "forward" in vars(model[1])
+        with torch.autocast("cpu", BF16):
+            found = model[1](input=model[0](x))
+        found.sum().backward()
+    assert torch.equal(found, y)
+    assert len(seen) == (2 if change == "hooked" else 0)
+    for p, grad in zip(model.parameters(), expected, strict=True):
+        # One use: the product of bf16 factors, rounded to bf16, as autocast's
+        assert p.grad is None if grad is None else torch.equal(p.grad, grad)
+
+
 def test_turns_without_a_graph_leave_nothing():
     model = gpt()
     layers = LowLayers(model, [model.block])

@@ -208,3 +208,21 @@ def test_a_gpu_adds_in_the_product():
     expected = 3 * x.double().sum(0).expand(256, 128)
     # fp32 sums of 64 terms of size 1, three times
     torch.testing.assert_close(weight.grad.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_other_tensors_leave_those_of_the_weights():
+    (weight, *_), (bias, *_) = parameters()
+    low = copies([weight], [bias])
+    x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    y = low_weights.low_linear(x, low, dual=False)
+    (x_bar,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(x_bar, weight.sum(0).expand(2, -1))
+    y.sum().backward(inputs=[bias], retain_graph=True)
+    assert weight.grad is None
+    assert bias.grad.tolist() == [2.0] * len(bias)
+    with pytest.raises(RuntimeError, match=r"got torch\.autograd\.grad of a weight"):
+        torch.autograd.grad(y.sum(), weight, retain_graph=True)
+    assert weight.grad is None
+    y.sum().backward()
+    assert torch.equal(weight.grad, x.detach().sum(0).expand(len(weight), -1))
+    assert bias.grad.tolist() == [4.0] * len(bias)

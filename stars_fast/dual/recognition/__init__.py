@@ -3,6 +3,6 @@
 Importing a module of formulas registers them.
 """
 
-from stars_fast.dual.recognition import norms_and_gates, rotary
+from stars_fast.dual.recognition import last_map, norms_and_gates, rotary
 
-__all__ = ["norms_and_gates", "rotary"]
+__all__ = ["last_map", "norms_and_gates", "rotary"]

@@ -204,7 +204,12 @@ def _as_called(step: Step) -> Iterator[None]:
 
 def check_held(step: Step) -> None:
     """Raise if a tensor that a waiting op reads was written to in a way that nobody saw."""
-    for source, version in step.held:
+    check_unchanged(step.held)
+
+
+def check_unchanged(held: tuple[tuple[Tensor, int], ...]) -> None:
+    """Raise if one of these tensors has another version than the one beside it."""
+    for source, version in held:
         freed = source.numel() and not source.untyped_storage().nbytes()
         if freed or source._version != version:
             raise RuntimeError(

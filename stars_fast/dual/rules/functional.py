@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from stars_fast import ops
 from stars_fast.dual.forward_ad import jvp
@@ -357,8 +357,17 @@ def _unfused_attention(
         return (F.dropout(p, dropout_p) @ v).to(dtype)
 
 
-def _causal_mask(bias: CausalBias, query: Any, key: Any) -> Tensor:
+def _is_causal_bias(kind: type) -> bool:
+    """Whether a class is torch's CausalBias. Nobody has one whose module is not loaded, and with it
+    would come torch's compilers."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and issubclass(kind, module.CausalBias)
+
+
+def _causal_mask(bias: Any, query: Any, key: Any) -> Tensor:
     """[Sq, Sk], True where a query sees a key: aligned at the first or at the last of both."""
+    from torch.nn.attention.bias import CausalVariant
+
     queries, keys = query.shape[-2], key.shape[-2]
     if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
         raise ValueError(
@@ -370,9 +379,9 @@ def _causal_mask(bias: CausalBias, query: Any, key: Any) -> Tensor:
     return everything.tril(keys - queries if last else 0)
 
 
-UNDERSTOOD[F.scaled_dot_product_attention] = (CausalBias,)
+UNDERSTOOD[F.scaled_dot_product_attention] = _is_causal_bias
 # A weight of any class, such as a quantised one, multiplies the stack as it multiplies a tensor.
-UNDERSTOOD[F.linear] = (Tensor,)
+UNDERSTOOD[F.linear] = lambda kind: True
 
 
 @rule("scaled_dot_product_attention", kind="fused")
@@ -386,7 +395,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if isinstance(attn_mask, CausalBias):
+    if _is_causal_bias(type(attn_mask)):
         attn_mask, is_causal = _causal_mask(attn_mask, query, key), False
     if attn_mask is not None and is_causal:
         raise RuntimeError(
@@ -419,6 +428,6 @@ def scaled_dot_product_attention(
     out = ops.attention(q, k, v, attn_mask, is_causal, scale)
     if query.dim() == 3:
         return Dual(out.squeeze(2))
-    # Eager's result has the memory order of the query; that of ours is [B, S, H, D].
-    by_rows = primal_of(query).transpose(1, 2).is_contiguous()
-    return Dual(out if by_rows else out.contiguous())
+    # Eager's result has the memory order of the query's dimensions; that of ours is [B, S, H, D].
+    _, head, row, _ = primal_of(query).stride()
+    return Dual(out if 0 < head < row else out.contiguous())

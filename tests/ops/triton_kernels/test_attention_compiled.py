@@ -102,7 +102,7 @@ def test_kernels_fit_and_are_pipelined(arch):
         assert not row["serialised"], name
         if arch == "sm_90":
             assert row["waits"] <= WAITS[row["kernel"]], name
-        if "fused" in row["case"]:
+        if "fused" in row["case"] and row["kernel"] == "_backward_keys":
             assert row["bar.sync"] <= BARRIERS, name
         if row["case"] == "two-programs" and row["warps"] == 4:
             assert 2 * (row["shared"] + RESERVED) <= SHARED_LIMIT[arch] + RESERVED, name

@@ -63,7 +63,8 @@ def test_a_packed_run_fills_its_rows_and_one_of_ragged_rows_goes_without(tmp_pat
         train(ouro_run(tmp_path / "packed", tmp_path, train=short | {"graphs": "on"}))
         assert "graphs: micro-batches of" in capsys.readouterr().err
         ragged = {"packing": False, "max_length": 160}
-        train(ouro_run(tmp_path / "ragged", tmp_path, train=short, data=ragged))
+        auto = short | {"graphs": "auto"}
+        train(ouro_run(tmp_path / "ragged", tmp_path, train=auto, data=ragged))
     told = capsys.readouterr().err
     assert re.search(
         r"graphs: none, as of rows of one length \d\d% would be pads; data.packing", told

@@ -270,8 +270,8 @@ def test_the_table_in_the_docs_is_the_one_that_is_printed():
 
 
 def test_micro_batches_that_are_graphs_do_not_wait_for_the_host():
-    off = planned("ouro-numina-fast", "4xH200", "--train.graphs", "off")
-    on = planned("ouro-numina-fast", "4xH200")
+    off = planned("ouro-numina-fast", "4xH200")
+    on = planned("ouro-numina-fast", "4xH200", "--train.graphs", "auto")
     assert (off.ours.limit, off.captured, off.no_graphs) == ("host", 0.0, "train.graphs is off")
     assert on.no_graphs is None
     assert 0.95 < on.captured < 1.0  # rare depths are not captured
@@ -281,7 +281,7 @@ def test_micro_batches_that_are_graphs_do_not_wait_for_the_host():
 
 
 def test_where_there_are_no_graphs_longer_rows_make_the_gpu_the_limit():
-    words = ["--parallel.kind", "fsdp"]
+    words = ["--parallel.kind", "fsdp", "--train.graphs", "auto"]
     found = planned("ouro-numina-fast", "4xH200", *words)
     assert found.no_graphs == "parallel.kind fsdp gathers weights anew"
     assert found.ours.limit == "host"
@@ -289,6 +289,6 @@ def test_where_there_are_no_graphs_longer_rows_make_the_gpu_the_limit():
     assert planned("ouro-numina-fast", "4xH200", *words, *rows).ours.parts["host"] == 0
     rows = ["--data.row_length", str(found.row_length - 1024)]
     assert planned("ouro-numina-fast", "4xH200", *words, *rows).ours.parts["host"] > 0
-    ragged = planned("ouro-numina", "4xH200")
+    ragged = planned("ouro-numina", "4xH200", "--train.graphs", "auto")
     assert ragged.no_graphs == "rows are of many lengths (data.packing true fills them)"
     assert ragged.row_length == 2049  # packed they are graphs
