@@ -55,8 +55,8 @@ def main(words: Sequence[str]) -> int:
     if not runs:
         raise unread[0]
     print(table(runs))
-    for error in unread:
-        print(f"stars-fast: warning: {error}", file=sys.stderr)
+    for each in unread:
+        print(f"stars-fast: warning: {each}", file=sys.stderr)
     if options.figure:
         _draw(runs, Path(options.figure))
         print(f"written: {options.figure}")
