@@ -36,7 +36,7 @@ READERS = {
 """How files are read, by their suffix."""
 
 _TABLES = {".csv": ",", ".tsv": "\t"}
-"""What stands between the cells of a table, by its suffix."""
+"""The sign between the cells of a table, by its suffix."""
 
 _TEXTS = (".json", ".jsonl", *_TABLES)
 
