@@ -23,9 +23,14 @@ Region = Callable[[Start], tuple[Tensor, Tensor]]
 
 
 class Buffers:
-    """Tensors that stay where they are, by name, shape and dtype."""
+    """Tensors that stay where they are, by name, shape and dtype.
+
+    Attributes:
+        runs: forwards that were replayed on them, of whatever pair.
+    """
 
     def __init__(self) -> None:
+        self.runs = 0
         self._held: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
 
     def like(self, name: str, x: Tensor) -> Tensor:
@@ -57,7 +62,6 @@ class Pair:
         self._leaves: dict[str, Tensor] = {}
         self._results: dict[str, Tensor] = {}
         self._replays: tuple[Callable[[], None], Callable[[], None]] | None = None
-        self._newest = 0
         self.outputs: dict[str, Tensor] = {}
         self.wanted: set[str] = set()
 
@@ -104,8 +108,8 @@ class Pair:
         """Run the region again; the number of this run."""
         assert self._replays is not None
         self._replays[0]()
-        self._newest += 1
-        return self._newest
+        self._buffers.runs += 1
+        return self._buffers.runs
 
     def replay_backward(self, run: int, bars: dict[str, Tensor | None]) -> dict[str, Tensor]:
         """The backward of that run with cotangents of `outputs`; the cotangents of the start.
@@ -113,10 +117,10 @@ class Pair:
         Raises:
             RuntimeError: another run came between.
         """
-        if run != self._newest:
+        if run != self._buffers.runs:  # on a GPU also one of other turns: they share memory
             raise RuntimeError(
-                "graphs: another micro-batch of as many turns ran before the backward of this one, "
-                "over what it had saved; call backward after each"
+                "graphs: another micro-batch ran before the backward of this one, over what it had "
+                "saved; call backward after each"
             )
         assert self._replays is not None
         for name in self.wanted:
