@@ -26,6 +26,7 @@ eval: {turns: [1, 4]}
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
+    (tmp_path / "own.yaml").write_text("base: own.yaml")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -83,6 +84,9 @@ def test_train_resume_and_eval(here, capsys):
         (["train", "tiny.yaml", "--resme"], "did you mean resume?"),
         (["trian", "tiny.yaml"], "did you mean train?"),
         (["eval", "tiny", "--turn", "1", "--limt", "3"], "did you mean --limit?"),
+        (["train", "adition-quick"], "; did you mean addition-quick?"),
+        (["recipes", "own.yaml"], "recipe own.yaml is its own base"),
+        (["recipes", "own.yaml", "--all"], "recipe own.yaml is its own base"),
         (["recipes", "nothing"], "no recipe, YAML file or run folder named 'nothing'"),
         (["runs", "."], ".: expected a run folder, or a folder of some"),
         (["train", "tiny.yaml", "--batch_size", "15", "--accumulation", "2"], "multiple of"),

@@ -53,15 +53,15 @@ def resolved(recipe: str, every: bool = False) -> str:
         ConfigError: as `read_recipe` and, with `every`, `load_config`.
     """
     yaml = need("yaml", "recipes")
-    chain, each = [recipe], base_of(recipe)
-    while each is not None:
-        chain, each = [*chain, each], base_of(each)
     if every:
         from stars_fast.training.config import load_config
 
         content = tree.to_dict(load_config(recipe))
     else:
-        content = read_recipe(recipe)
+        content = read_recipe(recipe)  # which refuses a recipe that is its own base
+    chain, each = [recipe], base_of(recipe)
+    while each is not None:
+        chain, each = [*chain, each], base_of(each)
     said = "every field" if every else "what it says; every field: --all"
     head = f"# {' on '.join(chain)}: {said}\n"
     return (head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)).rstrip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from stars_fast.base import tree
 from stars_fast.base.checkpoints import latest
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.files import read_text
 from stars_fast.base.options import Parser
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.tables import right_aligned
+from stars_fast.base.unique_keys import parse_json
 
 _ASIDE = ("name", "description", "out", "train.threads", "train.report_to", "data.cache")
 """Fields that tell nothing about what came out."""
@@ -37,14 +39,24 @@ class Run(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table, and draw the curves if asked; returns 0.
+    """Print the table, and draw the curves if asked; returns 0. A run that can't be read is left
+    out with a warning.
 
     Raises:
-        ConfigError: there are no runs, or a file can't be read or written.
+        ConfigError: there are no runs that can be read, or the figure can't be written.
     """
     options = parser().parse_args(words)
-    runs = [read_run(folder, name) for name, folder in find_runs(options.paths)]
+    runs, unread = [], []
+    for name, folder in find_runs(options.paths):
+        try:
+            runs.append(read_run(folder, name))
+        except ConfigError as error:
+            unread.append(error)
+    if not runs:
+        raise unread[0]
     print(table(runs))
+    for each in unread:
+        print(f"stars-fast: warning: {each}", file=sys.stderr)
     if options.figure:
         _draw(runs, Path(options.figure))
         print(f"written: {options.figure}")
@@ -96,32 +108,50 @@ def read_run(folder: RunFolder, name: str) -> Run:
         ConfigError: its configuration or its results can't be read.
     """
     settings = tree.flat_mapping(folder.settings())
-    rows = metrics_of(folder)
-    try:
-        kept = json.loads(folder.results.read_text()) if folder.results.exists() else {}
-        results = {
-            measure: {int(turns): float(value) for turns, value in by_turns.items()}
-            for measure, by_turns in kept.items()
-            if isinstance(by_turns, Mapping)
-        }
-    except ValueError as error:
-        raise ConfigError(f"{folder.results} can't be read: {error}") from error
+    rows, results = metrics_of(folder), _results(folder)
     state, checkpoint = "done", latest(folder.checkpoints)
     if not folder.results.exists():
         total, step = settings.get("train.steps"), rows[-1]["step"] if rows else 0
-        state = f"step {step:,}" + (f" of {total:,}" if total else "")
+        state = f"step {step:,}" + (f" of {total:,}" if isinstance(total, int) else "")
         state += "" if checkpoint else ", nothing saved"
     loss = next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None)
     return Run(name, folder, settings, state, loss, results)
 
 
+def _results(folder: RunFolder) -> dict[str, dict[int, float]]:
+    """The results of a run; none before its end."""
+    if not folder.results.exists():
+        return {}
+    try:
+        kept = parse_json(read_text(folder.results))
+        return {
+            measure: {int(turns): float(value) for turns, value in by_turns.items()}
+            for measure, by_turns in kept.items()
+            if isinstance(by_turns, Mapping)
+        }
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{folder.results} can't be read: {error}") from error
+
+
 def metrics_of(folder: RunFolder) -> list[dict[str, Any]]:
-    """The rows of a run's metrics; none before its first."""
+    """The rows of a run's metrics; none before its first.
+
+    Raises:
+        ConfigError: they can't be read.
+    """
     if not folder.metrics.exists():
         return []
     from stars_fast.training.run.metrics import read_metrics
 
-    return read_metrics(folder.metrics)
+    try:
+        rows = read_metrics(folder.metrics)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder.metrics} can't be read: {error}") from error
+    for number, row in enumerate(rows, start=1):
+        step, loss = (row.get("step"), row.get("loss")) if isinstance(row, dict) else (None, None)
+        if not isinstance(step, int) or not isinstance(loss, int | float | None):
+            raise ConfigError(f"{folder.metrics}, line {number}: expected metrics, got {row!r:.80}")
+    return rows
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

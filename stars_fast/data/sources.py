@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import glob
 import hashlib
 import json
@@ -36,7 +35,10 @@ READERS = {
 }  # fmt: skip
 """How files are read, by their suffix."""
 
-_TEXTS = (".json", ".jsonl", ".csv", ".tsv")
+_TABLES = {".csv": ",", ".tsv": "\t"}
+"""The sign between the cells of a table, by its suffix."""
+
+_TEXTS = (".json", ".jsonl", *_TABLES)
 
 
 class Source(NamedTuple):
@@ -167,7 +169,7 @@ def _made(config: ChatDataConfig, seed: int) -> Source:
 def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
     kinds = {path.suffix for path in paths}
     readers = {READERS.get(kind) for kind in kinds}
-    if None in readers or len(readers) > 1:
+    if None in readers or len(readers) > 1 or set(_TABLES) <= kinds:
         raise ValueError(
             f"data.source: expected files of one kind among {', '.join(READERS)}, got "
             f"{', '.join(map(str, paths[:10]))}"
@@ -175,23 +177,28 @@ def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
     _no_subset(config)
     files = [str(path.resolve()) for path in paths]
     reader = str(readers.pop())
-
-    def load() -> Dataset:
-        settings = _of_tables(paths) if reader == "csv" else {}
-        return _load(config, reader, None, paths, data_files=files, **settings)
-
-    return Source(["files", *map(_stamp, paths)], load)
+    return Source(
+        ["files", *map(_stamp, paths)],
+        lambda: _load(config, reader, None, paths, data_files=files),
+    )
 
 
 def _of_tables(paths: Sequence[Path]) -> dict[str, Any]:
-    """How `datasets` reads CSV with all cells as text: an answer 007 or NA stays what it is."""
-    datasets = _datasets()
-    sep = "\t" if paths[0].suffix == ".tsv" else ","
-    try:
-        with paths[0].open(newline="", encoding="utf-8-sig") as file:
-            names = next(csv.reader(file, delimiter=sep), [])
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data.source: can't read {paths[0]}: {error}") from error
+    """How `datasets` reads tables of one kind with all cells as text: an answer 007 or NA stays
+    what it is.
+
+    Raises:
+        ValueError: a table has no names of columns, or its first row more cells than them, which
+            pandas would take for names of rows and move all others.
+    """
+    datasets, pandas = _datasets(), need("pandas", "tables")
+    sep = _TABLES[paths[0].suffix]
+    for path in paths:
+        try:
+            pandas.read_csv(path, sep=sep, header=None, nrows=2, dtype=str)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"data.source: can't read {path}: {str(error).strip()}") from error
+    names = pandas.read_csv(paths[0], sep=sep, nrows=0).columns  # a name for those without one
     columns = datasets.Features({name: datasets.Value("string") for name in names})
     return {"features": columns, "sep": sep, "keep_default_na": False}
 
@@ -201,8 +208,8 @@ def _folder(path: Path, config: ChatDataConfig) -> Source:
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         _no_subset(config)
         return Source(identity, lambda: _saved(path, config))
-    texts = [file for file in sorted(path.rglob("*")) if file.suffix in _TEXTS and file.is_file()]
-    return Source(identity, lambda: _load(config, str(path), config.subset, texts))
+    files = [file for file in sorted(path.rglob("*")) if file.suffix in READERS and file.is_file()]
+    return Source(identity, lambda: _load(config, str(path), config.subset, files))
 
 
 def _saved(path: Path, config: ChatDataConfig) -> Dataset:
@@ -230,6 +237,8 @@ def _load(
             except ValueError as error:
                 raise ValueError(f"data.source: {error}") from error
     datasets = _datasets()
+    if len(kinds := {file.suffix for file in paths}) == 1 and kinds <= set(_TABLES):
+        files |= _of_tables(paths)
     try:
         return datasets.load_dataset(path, subset, split=config.split, **files)
     except StopIteration as error:  # a file without a byte

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever the same chats would give other files."""
 
 _UNFINISHED = re.compile(r"([0-9a-f]{32})\.\w{8}")

@@ -1,5 +1,6 @@
 """Recipes: YAML files by name, by path or in a run folder, each perhaps on top of another."""
 
+import difflib
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,9 @@ def _recipe_text(recipe: str) -> str:
             raise ConfigError(f"cannot read the recipe {error}") from error
     names = recipe_names()
     if recipe not in names:
-        raise ConfigError(
-            f"no recipe, YAML file or run folder named {recipe!r}; recipes: {', '.join(names)}"
-        )
+        near = difflib.get_close_matches(recipe, names, n=1, cutoff=0.7)
+        hint = f"did you mean {near[0]}?" if near else f"recipes: {', '.join(names)}"
+        raise ConfigError(f"no recipe, YAML file or run folder named {recipe!r}; {hint}")
     file = resources.files("stars_fast") / "recipes" / f"{recipe}.yaml"
     return file.read_text(encoding="utf-8")
 

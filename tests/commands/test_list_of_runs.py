@@ -49,10 +49,33 @@ def test_runs_are_found_in_folders(runs, capsys):
     assert (runs.parent / "curves.png").stat().st_size > 10_000
 
 
-def test_a_damaged_result_is_named(runs, capsys):
-    (runs / "strong/results.json").write_text('{"accuracy": {"4": ')
-    assert main(["runs"]) == 2
-    assert "results.json can't be read" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("results.json", '{"accuracy": {"4": ', "results.json can't be read"),
+        ("results.json", '{"accuracy": {"4": null}}', "results.json can't be read"),
+        ("results.json", "[1]", "results.json can't be read"),
+        ("metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl, line 1: expected metrics, got {'loss"),
+        ("metrics.jsonl", '{"step": 1, "loss": "x"}\n', "metrics.jsonl, line 1: expected metrics"),
+        ("metrics.jsonl", "3\n", "metrics.jsonl, line 1: expected metrics, got 3"),
+        ("metrics.jsonl", "\x80", "metrics.jsonl can't be read"),
+        ("config.yaml", "train: [", "config.yaml can't be read"),
+    ],
+)
+def test_a_damaged_run_is_named_and_hides_no_other(runs, capsys, name, text, said):
+    (runs / "strong" / name).write_text(text, encoding="latin1")
+    assert main(["runs", "runs/strong"]) == 2
+    assert said in capsys.readouterr().err
+    assert main(["runs"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["study/chats", "weak"]
+    assert said in err
+
+
+def test_a_number_of_steps_that_is_none_hides_nothing(runs, capsys):
+    (runs / "weak/config.yaml").write_text("train: {steps: many}")
+    assert main(["runs", "runs/weak"]) == 0
+    assert "step 3, nothing saved" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("more", [[], ["--all"]])

@@ -127,6 +127,10 @@ def test_files_that_can_not_be_read(tmp_path):
     parquet(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="files of one kind"):
         load(tmp_path / "rows.[jp]*")
+    (tmp_path / "rows.csv").write_text("a,b\n")
+    (tmp_path / "rows.tsv").write_text("a\tb\n")
+    with pytest.raises(ValueError, match="files of one kind"):
+        load(tmp_path / "rows.[ct]*")
     with pytest.raises(ValueError, match=r"data.subset: expected none for files, got 'x'"):
         load(tmp_path / "rows.jsonl", subset="x")
     (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing")
@@ -146,6 +150,43 @@ def test_cells_of_tables_stay_as_they_are(tmp_path, suffix, sep):
     assert rows["answer"][:] == ["007", "NA", ""]
     columns = find_columns(ChatDataConfig("x"), rows)
     assert usable_rows(rows, columns).rows.tolist() == [0, 1]
+
+
+def test_cells_of_tables_in_a_folder_stay_too(tmp_path):
+    (tmp_path / "a.csv").write_text("question,answer\n1 + 6 =,007\n")
+    (tmp_path / "b.csv").write_text("question,answer\nnothing,NA\n")
+    assert load(tmp_path)["answer"][:] == ["007", "NA"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (",question,answer\n0,q,a\n", ["Unnamed: 0", "question", "answer"]),  # pandas' own files
+        ("\nquestion,answer,\r\nq,a,\r\n", ["question", "answer", "Unnamed: 2"]),
+        ("question,answer,question\nq,a,x\n", ["question", "answer", "question.1"]),
+        (f"question,answer,{'x' * 140_000}\nq,a,x\n", ["question", "answer", "x" * 140_000]),
+    ],
+    ids=["numbered", "ends in a comma", "a name twice", "a long name"],
+)
+def test_odd_names_of_columns(tmp_path, text, names):
+    (tmp_path / "rows.csv").write_text(text)
+    rows = load(tmp_path / "rows.csv")
+    assert rows.column_names == names
+    assert (rows["question"][:], rows["answer"][:]) == (["q"], ["a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("question,answer\n1, 2 and 3?,6\nq,a\n", "Expected 2 fields in line 2, saw 3"),
+        ("question,answer\nq,a\n1, 2 and 3?,6\n", "Expected 2 fields in line 3, saw 3"),
+        ("", "can't read .*rows.csv: No columns to parse from file"),
+    ],
+)
+def test_tables_that_can_not_be_read(tmp_path, text, message):
+    (tmp_path / "rows.csv").write_text(text)
+    with pytest.raises(ValueError, match=rf"data.source: .*{message}"):
+        load(tmp_path / "rows.csv")
 
 
 def columns_of(names, **fields):
