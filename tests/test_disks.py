@@ -108,7 +108,7 @@ def test_other_commands_on_a_full_disk(here, full, capsys):
 
 
 def test_an_error_of_ours_has_its_traceback(here, monkeypatch):
-    from stars_fast import cli
+    from stars_fast.commands import recipes
 
     def fail(number):
         def command(args):
@@ -116,10 +116,10 @@ def test_an_error_of_ours_has_its_traceback(here, monkeypatch):
 
         return command
 
-    monkeypatch.setattr(cli, "_recipes", fail(errno.ENOENT))
+    monkeypatch.setattr(recipes, "main", fail(errno.ENOENT))
     with pytest.raises(FileNotFoundError, match="it is so"):
         main(["recipes"])
-    monkeypatch.setattr(cli, "_recipes", fail(errno.ENOSPC))
+    monkeypatch.setattr(recipes, "main", fail(errno.ENOSPC))
     assert main(["recipes"]) == 1
     monkeypatch.setenv("STARS_FAST_DEBUG", "1")
     with pytest.raises(OSError, match="it is so"):

@@ -63,6 +63,16 @@ class Shape(NamedTuple):
         return outside / self.block_weights
 
 
+DECODER_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""What `shape_of_config` reads of a `config.json`, and what names its layers."""
+
+
 def shape_of_config(
     config: Mapping[str, Any], layers: int, outside: int, **others: object
 ) -> Shape:

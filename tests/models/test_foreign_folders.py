@@ -1,6 +1,7 @@
 """What is given as a model and holds none is named, with the way out."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -128,6 +129,14 @@ def test_every_command_says_it(tmp_path, capsys, command, kind):
     said = capsys.readouterr().err
     assert message.split(" .*")[0] in said
     assert said.count("\n") == 1 or command == "train"
+
+
+@pytest.mark.parametrize("recipe", ["ouro-tiny", "looped-tiny", "huginn-tiny"])
+def test_a_plan_names_the_sizes_that_a_checkpoint_does_not_say(tmp_path, capsys, recipe):
+    folder = str(write(tmp_path / "odd", config__json={"vocab_size": 7}))
+    assert main(["plan", recipe, "--model.path", folder, "--gpus", "H200"]) == 2
+    said = capsys.readouterr().err
+    assert re.search(rf"model.path {folder}: no \w+, .* in config.json\n$", said)
 
 
 def test_what_is_not_there_is_said(tmp_path, monkeypatch, capsys):

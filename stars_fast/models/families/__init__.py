@@ -9,7 +9,7 @@ where it is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -268,6 +268,16 @@ def checkpoint_config(path: str | Path) -> dict[str, Any]:
         return PretrainedConfig.get_config_dict(str(path))[0]
     except (OSError, ValueError) as error:
         raise ConfigError(not_loaded(path, error)) from error
+
+
+def require_sizes(path: str | Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
+    """The `config.json` of a checkpoint has to say these sizes.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if missing := [name for name in names if name not in config]:
+        raise ConfigError(f"model.path {path}: no {', '.join(missing)} in config.json")
 
 
 def loop_of(model: Any) -> Loop:

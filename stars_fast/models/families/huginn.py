@@ -20,7 +20,7 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
-from stars_fast.models.families import Family, checkpoint_config
+from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
@@ -149,6 +149,17 @@ class HuginnLoop(Loop):
         return matrix_weights(self.model.part("adapter"), *self.layers)
 
 
+_SIZES = (
+    "n_embd",
+    "n_heads",
+    "intermediate_size",
+    "n_layers_in_recurrent_block",
+    "n_layers_in_prelude",
+    "n_layers_in_coda",
+    "vocab_size",
+)
+
+
 class HuginnFamily(Family):
     title = "Huginn"
     model_type = "huginn_raven"
@@ -187,6 +198,7 @@ class HuginnFamily(Family):
                 "vocab_size": TINY_VOCABULARY,
             }
         config = config or checkpoint_config(section.path)
+        require_sizes(section.path, config, _SIZES)
         width, heads = config["n_embd"], config["n_heads"]
         head = config.get("head_dim") or width // heads
         return Shape(

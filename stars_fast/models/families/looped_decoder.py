@@ -22,11 +22,11 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.data.samples import seeded_noise
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.cast import cast
-from stars_fast.models.families import Family, checkpoint_config
+from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists
 from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
 from stars_fast.models.reading import read_tokenizer, reading
-from stars_fast.models.shape import Shape, shape_of_config
+from stars_fast.models.shape import DECODER_SIZES, Shape, shape_of_config
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens, describe_tokens
 
@@ -195,8 +195,7 @@ class LoopedDecoderFamily(Family):
                     f"model.path: expected a decoder, whose sizes can be told, got {section.path}, "
                     "which is looped already"
                 )
-        if missing := {"hidden_size", "intermediate_size", "num_attention_heads"} - config.keys():
-            raise ConfigError(f"model.path {section.path}: no {', '.join(missing)} in config.json")
+        require_sizes(section.path, config, DECODER_SIZES)
         layers = len(section.layers or range(config["num_hidden_layers"]))
         block = section.block or layers - section.prelude - section.coda
         width = config["hidden_size"]

@@ -18,11 +18,11 @@ from stars_fast.base.run_folder import RunFolder
 from stars_fast.base.seeds import derive
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
-from stars_fast.models.families import Family, checkpoint_config
+from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.loop import Loop, Turn, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
-from stars_fast.models.shape import Shape, shape_of_config
+from stars_fast.models.shape import DECODER_SIZES, Shape, shape_of_config
 from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
@@ -151,6 +151,7 @@ class OuroFamily(Family):
                 "vocab_size": TINY_VOCABULARY,
             }
         config = config or checkpoint_config(section.path)
+        require_sizes(section.path, config, DECODER_SIZES)
         return shape_of_config(config, layers=config["num_hidden_layers"], outside=0)
 
     def base(self, section: OuroSection) -> str | None:

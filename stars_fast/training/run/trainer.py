@@ -75,7 +75,8 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
             cannot recover.
     """
     with deterministic(config.train.deterministic), processes(config.train.device) as world:
-        notes = settle_threads(config.train.threads, _block_weights(config), world.device)
+        weights = _block_weights(config) if world.device.type == "cpu" else None
+        notes = settle_threads(config.train.threads, weights, world.device)
         folder = RunFolder(str(config.out))
         world.together(lambda: check(config, world, folder, resume))
         with owned(folder, config, world, resume) as claim:
