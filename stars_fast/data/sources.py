@@ -175,7 +175,7 @@ def _files(paths: Sequence[Path], config: ChatDataConfig) -> Source:
             f"{', '.join(map(str, paths[:10]))}"
         )
     _no_subset(config)
-    files = [str(path.resolve()) for path in paths]
+    files = [glob.escape(str(path.resolve())) for path in paths]  # datasets takes patterns
     reader = str(readers.pop())
     return Source(
         ["files", *map(_stamp, paths)],

@@ -91,7 +91,10 @@ class ChatInfo:
         if self.dropped and max(self.dropped.values()) > self.null_rows:
             advice = "they say something outside the contents of their messages"
         if 2 * unusable <= self.source_rows:
-            advice = "they are cut off before an answer: is data.max_length too short?"
+            advice = (
+                "they are cut off before an answer, or no message has the role assistant: is "
+                "data.max_length too short?"
+            )
             lost, rows = self.without_target, self.rows
         if 2 * lost <= rows:
             return None

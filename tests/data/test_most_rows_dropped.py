@@ -15,7 +15,7 @@ def info(**counts):
     [
         ({"null_rows": 51, "rows": 49}, "51 of 100: is the text in other columns"),
         ({"dropped": {"tool_calls": 60}, "rows": 40}, "60 of 100: they say something outside"),
-        ({"without_target": 80}, "80 of 100: they are cut off before an answer"),
+        ({"without_target": 80}, "before an answer, or no message has the role"),
         ({"null_rows": 50, "rows": 50, "without_target": 30}, "30 of 50: they are cut off"),
     ],
 )  # fmt: skip

@@ -189,6 +189,11 @@ def test_tables_that_can_not_be_read(tmp_path, text, message):
         load(tmp_path / "rows.csv")
 
 
+def test_a_name_with_brackets_is_no_pattern(tmp_path):
+    jsonl(tmp_path / "rows[1] *.jsonl")
+    assert load(tmp_path / "rows[1] *.jsonl").to_list() == ROWS
+
+
 def columns_of(names, **fields):
     rows = datasets.Dataset.from_dict({name: ["x"] for name in names} | {"number": [1]})
     return find_columns(ChatDataConfig("x", **fields), rows)
