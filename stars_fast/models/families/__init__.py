@@ -271,7 +271,7 @@ def checkpoint_config(path: str | Path) -> dict[str, Any]:
 
 
 def require_sizes(path: str | Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """The `config.json` of a checkpoint has to say these sizes.
+    """Require these sizes of the `config.json` of a checkpoint.
 
     Raises:
         ConfigError: it does not.
