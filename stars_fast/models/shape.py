@@ -70,7 +70,7 @@ DECODER_SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
-"""What `shape_of_config` reads of a `config.json`, and what names its layers."""
+"""Fields of a `config.json` that the shape of a decoder is made of."""
 
 
 def shape_of_config(
