@@ -87,7 +87,7 @@ def write_files(folder: Path) -> None:
     (folder / "nothing.jsonl").write_text("")
     (folder / "nothing.txt").write_text("")
     (folder / "broken.jsonl").write_text('{"messages": [\n')
-    (folder / "rows.csv").write_text("question,answer\n1,2\n")
+    (folder / "rows.txt").write_text("question,answer\n1,2\n")
     double = json.dumps(SUM).replace('"num2"', '"num1": 1, "num2"')
     for name, line in {
         "wrong.jsonl": json.dumps(SUM | {"answer": 4}),
@@ -295,7 +295,7 @@ DATA = {
     f"{X} --validation 999": "data.validation: expected less than the",
     f"{C} --data.source no.jsonl": "data.source: expected a hub id, an existing file or folder",
     f"{C} --data.source no/*.jsonl": "data.source: no file fits 'no/*.jsonl'",
-    f"{C} --data.source rows.csv": "data.source: expected files of one kind among .parquet",
+    f"{C} --data.source rows.txt": "data.source: expected files of one kind among .parquet",
     f"{C} --data.source nothing.jsonl": "data.source: nothing.jsonl is empty",
     f"{C} --data.source broken.jsonl": "data.source: can't load broken.jsonl",
     f"{C} --data.source pairs.jsonl": "data.source: expected one of the columns messages,",
@@ -383,6 +383,6 @@ COMMANDS = {
     "export whole new --dtype int8": "argument --dtype: invalid choice: 'int8'",
     "export whole new --adapter keep": "adapter",
     "export m-cut new": "m-cut/model.safetensors: the weights can't be read",
-    "recipes now": "unrecognized arguments: now",
+    "recipes now": "no recipe, YAML file or run folder named 'now'",
 }
 """Mistakes in other commands."""

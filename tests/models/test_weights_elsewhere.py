@@ -29,7 +29,8 @@ def penalty(model, turns=2):
     needs = model.config.model_type == "huginn_raven"
     block = looped_block(model, **({"inputs": out.inputs} if needs else {}))
     v = torch.randn(h.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    return fused_jsrr(block, h, v=v.to(h.dtype))
+    # With the output, for hooks on a layer not to change what is computed: norms round in fp32
+    return fused_jsrr(block, h, v=v.to(h.dtype), return_output=True)[1]
 
 
 def everything(model):

@@ -62,7 +62,7 @@ def measure_activations(
 
         layer, by_layer, dual_layer, dual_by_layer = turn, None, dual, None
         if layered is not None:
-            layer, by_layer = _layers(model, layered, lambda each: _recorded(each)(h))
+            layer, by_layer = _layers(model, layered, lambda each: each(h))
             if penalty is not None:
                 dual_layer, dual_by_layer = _layers(model, layered, lambda each: penalty(each, h))
     shared = max(first - turn, 0)
