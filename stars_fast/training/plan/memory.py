@@ -35,8 +35,8 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
     again = size * (2 * d + f) * tokens if shape.native else 0
     state = size * d * tokens
     own = 2 * shape.layer_weights if anew else 0
-    # A chained layer starts from the state and its norm (`models.ouro.layers`); the closing norm is
-    # part of the last
+    # A chained layer starts from the state and its norm (`models.ouro.layers`), which a plain turn
+    # makes again; the closing norm is part of the last
     chained = config.model.family == "ouro" and _alone(config) and not config.train.compile
     starts = 2 * state if chained else state
 
@@ -50,7 +50,7 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
         turn=turn(layer),
         layer=round(layer + own),
         turn_selective=turn(layer - again),
-        turn_by_layer=turn(starts) - round(state if chained else 0),
+        turn_by_layer=turn(state) - round(state if chained else 0),
         dual=2 * turn(layer) + round(2 * state),
         dual_layer=round(2 * layer + own),
         dual_selective=2 * turn(layer - again) + round(2 * state),

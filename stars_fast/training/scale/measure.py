@@ -62,9 +62,11 @@ def measure_activations(
 
         layer, by_layer, dual_layer, dual_by_layer = turn, None, dual, None
         if layered is not None:
-            layer, by_layer = _layers(model, layered, lambda each: each(h))
+            layer = _largest(model, layered, lambda each: each(h))
+            by_layer = _recomputed(model, layered, lambda each: _recorded(each)(h))
             if penalty is not None:
-                dual_layer, dual_by_layer = _layers(model, layered, lambda each: penalty(each, h))
+                dual_layer = _largest(model, layered, lambda each: penalty(each, h))
+                dual_by_layer = _recomputed(model, layered, lambda each: penalty(each, h))
     shared = max(first - turn, 0)
     return Activations(
         state=local_bytes(h),
@@ -136,19 +138,23 @@ def _recorded(block: Turn) -> Turn:
     return run
 
 
-def _layers(model: nn.Module, layered: TurnByLayer, use: Callable[[Turn], Any]) -> tuple[int, int]:
-    """Bytes kept by the biggest layer of a block, and by the block with its layers recomputed;
-    `use` runs a block."""
-    biggest = 0
+def _largest(model: nn.Module, layered: TurnByLayer, use: Callable[[Turn], Any]) -> int:
+    """Bytes kept by the largest layer of a block, which `use` runs."""
+    largest = 0
 
     def run(layer: Any, *args: Any) -> Any:
-        nonlocal biggest
+        nonlocal largest
         with KeptBytes(model) as kept:
             out = layer(*args)
-        biggest = max(biggest, kept.new())
+        largest = max(largest, kept.new())
         return out
 
     use(layered(run))
+    return largest
+
+
+def _recomputed(model: nn.Module, layered: TurnByLayer, use: Callable[[Turn], Any]) -> int:
+    """Bytes kept by a block with its layers recomputed, which `use` runs."""
     with KeptBytes(model) as kept:
         use(layered(recomputed))
-    return biggest, kept.new()
+    return kept.new()

@@ -87,7 +87,8 @@ def run_turns(
         h = h + 0.0 * start
     again: Turn = partial(recomputed, block)
     if recompute.turns and recompute.per == "layer":
-        again = _layered(layered)(recomputed)
+        # Of what a layer starts from a norm of the state need not be kept beside it
+        again = selective(_layered(layered)(recomputed))
     kept: Turn = selective(block) if recompute.selective else block
     states = [h]
     for turn in range(turns - skipped):
