@@ -34,6 +34,24 @@ def count(run: Callable[[], Any]) -> Count:
     return Count(counter.flops, counter.bytes)
 
 
+class Dispatched(TorchDispatchMode):
+    """Counts what PyTorch dispatches.
+
+    Attributes:
+        ops: all of it.
+        launches: what computes or moves something: no views, no memory alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = self.launches = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        self.launches += not func.is_view and func.overloadpacket not in _FREE
+        return func(*args, **(kwargs or {}))
+
+
 class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +67,7 @@ class _Counter(TorchDispatchMode):
             self.flops += _ATTENTION[packet](func, args, kwargs)
         elif packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        if not func.is_view and packet not in FREE:
+        if not func.is_view and packet not in _FREE:
             touched = {id(t): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
             self.bytes += sum(t.numel() * t.element_size() for t in touched.values())
         return out
@@ -88,7 +106,7 @@ _ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.stars_fast.attention_backward: _attention(15, dual=True),
 }
 _IN_PLACE = {_aten.addmm_: _aten.addmm, _aten.baddbmm_: _aten.baddbmm}
-FREE = {
+_FREE = {
     _aten.empty, _aten.empty_like, _aten.new_empty, _aten.empty_strided, _aten.detach,
     _aten._unsafe_view,
 }  # fmt: skip

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.blocks import SandwichLayer, stack
+from benchmarks.counting import Dispatched
 from stars_fast import fused_jsrr, looped_block
 from stars_fast.base.machine import commit
 from stars_fast.models.low_layers import LowLayers
@@ -67,29 +65,8 @@ def best(run: Callable[[], object], repeats: int = 15) -> float:
     return 1e3 * min(seconds)
 
 
-class Dispatched(TorchDispatchMode):
-    """Counts ops by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        self.found[func._schema.name.removeprefix("aten::")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-VIEWS = frozenset(
-    """_unsafe_view alias as_strided detach expand permute select slice split squeeze t transpose
-    unbind unsqueeze view""".split()
-)
-"""Ops that move nothing."""
-
-
 def ops_a_layer(dual: bool, low: bool) -> list[int]:
-    """Ops of a layer forward, those of them that do something, and the same backward, in bf16 under
+    """Ops of a layer forward, those of them that are launches, and the same backward, in bf16 under
     autocast; with `low` on copies of the weights, as the trainer runs them."""
     counts = []
     for layers in (1, 2):
@@ -104,13 +81,13 @@ def ops_a_layer(dual: bool, low: bool) -> list[int]:
                 loss = fused_jsrr(block, h) if dual else block(h.requires_grad_()).float().sum()
             with Dispatched() as backward:
                 loss.backward()
-        for each in (forward.found, backward.found):
-            counts += [each.total(), sum(n for name, n in each.items() if name not in VIEWS)]
+        for each in (forward, backward):
+            counts += [each.ops, each.launches]
     return [two - one for one, two in zip(counts[:4], counts[4:], strict=True)]
 
 
 def print_ops() -> None:
-    print("| turn | forward | not views | backward | not views |")
+    print("| turn | forward | launches | backward | launches |")
     print("|---|---|---|---|---|")
     for low in (False, True):
         for dual in (False, True):

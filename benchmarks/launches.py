@@ -19,9 +19,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.counting import FREE
+from benchmarks.counting import Dispatched
 from benchmarks.weight_traffic import Matrices
 from stars_fast import fused_jsrr, looped_block, ops
 from stars_fast.models.low_layers import LowLayers
@@ -30,16 +29,6 @@ from stars_fast.models.ouro.causal_lm import OuroForCausalLM
 
 WAYS = ("autocast", "copies", "neighbours", "chained")
 """Each with what the ones before have."""
-
-
-class _Launches(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += not func.is_view and func.overloadpacket not in FREE
-        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
@@ -69,7 +58,7 @@ def launches(way: str, depth: int, turns: int, dual: bool) -> int:
     block = looped_block(model)
     h = torch.randn(1, 8, 32).bfloat16()
     matrices = [p for p in model.model.layers.parameters() if p.dim() == 2]
-    with _as_on_a_gpu(way), low.used(), _Launches() as all_of_them, Matrices(matrices) as sums:
+    with _as_on_a_gpu(way), low.used(), Dispatched() as everything, Matrices(matrices) as sums:
         with torch.autocast("cpu", torch.bfloat16):
             loss = torch.zeros(())
             for _ in range(turns):
@@ -79,7 +68,7 @@ def launches(way: str, depth: int, turns: int, dual: bool) -> int:
                     h = block(h)
             loss = loss + h.float().sum()
         loss.backward()
-    return all_of_them.number - sums.found["sum in fp32"]
+    return everything.launches - sums.found["sum in fp32"]
 
 
 def of_a_layer_turn(way: str, dual: bool) -> int:

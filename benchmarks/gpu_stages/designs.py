@@ -66,7 +66,7 @@ def check_and_time(
         for x, y in zip(found, expected, strict=True)
         for half in range(2)
     ]
-    ways = {each: partial(backward_by, each, *arguments) for each in {"split": 0, name: 0}}
+    ways = {each: partial(backward_by, each, *arguments) for each in dict.fromkeys(("split", name))}
     times = interleaved(ways, 1 if small else 20, device, device_clock(device))
     good = max(errors) <= TOLERANCES[q.dtype]  # False for NaN
     report.add("designs", {

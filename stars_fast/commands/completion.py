@@ -7,7 +7,7 @@ from stars_fast.base import tree
 from stars_fast.base.optional import need
 from stars_fast.base.options import Parser
 from stars_fast.commands import analyze, eval, recipes, runs
-from stars_fast.training.config import config_class
+from stars_fast.training.config import FLAGS, config_class
 from stars_fast.training.recipes import recipe_names
 
 
@@ -28,8 +28,9 @@ def options() -> dict[str, Parser]:
     for name in ("--table", "--json"):
         plan.add_argument(name, action="store_true")
     train = _fields("stars-fast train")
-    for name in ("--resume", "--dry-run", "--help-all"):
-        train.add_argument(name, action="store_true")
+    for name in FLAGS:
+        if name != "help":  # which a parser has
+            train.add_argument("--" + name.replace("_", "-"), action="store_true")
     found = {"train": train, "plan": plan}
     for module in (eval, analyze, recipes, runs):
         found[module.__name__.rpartition(".")[2]] = module.parser()

@@ -11,6 +11,7 @@ from stars_fast.base.tables import right_aligned
 from stars_fast.training.config import load_config
 from stars_fast.training.plan.cards import cards, parse_gpus
 from stars_fast.training.plan.plan import Plan, Way, plan
+from stars_fast.training.plan.rows import DOCUMENT
 from stars_fast.training.plan.table import MEMORY_COLUMNS, memory_table
 from stars_fast.training.scale.memory import gib
 
@@ -22,7 +23,7 @@ Predict the time of a step and of the run, memory, and what limits it; nothing i
 
 RECIPE      a recipe of the package (stars-fast recipes), a YAML file, or a run folder
 --gpus      how many of which card: {cards}
---document  mean tokens of a document, where the recipe does not say it (default: 600)
+--document  mean tokens of a document, where the recipe does not say it (default: {document})
 --table     what is recomputed on cards of 80, 48, 40 and 24 GB, by tokens and turns
 --json      for programs
 --field     any field of the recipe, as for stars-fast train"""
@@ -36,10 +37,10 @@ def main(words: Sequence[str]) -> int:
     """
     words = list(words)
     if not words or "-h" in words or "--help" in words:
-        print(USAGE.format(cards=", ".join(cards())))
+        print(USAGE.format(cards=", ".join(cards()), document=DOCUMENT))
         return 0
     as_json, table = _flag(words, "--json"), _flag(words, "--table")
-    gpus, document = _option(words, "--gpus"), _option(words, "--document") or "600"
+    gpus, document = _option(words, "--gpus"), _option(words, "--document") or str(DOCUMENT)
     if not document.isdecimal() or int(document) < 1:
         raise ConfigError(f"--document: expected a positive number of tokens, got {document!r}")
     if not words or words[0].startswith("-"):

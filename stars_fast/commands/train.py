@@ -30,7 +30,7 @@ examples:
   stars-fast train addition-quick-stars --penalty.weight 0.05 --seed 1 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast train ouro-numina-fast --dry-run
-  torchrun --nproc-per-node 4 -m stars_fast.cli train ouro-numina-fast"""
+  torchrun --nproc-per-node 4 -m stars_fast train ouro-numina-fast"""
 
 FIRST = (
     "method", "data.source", "model.path", "out", "seed", "train.steps", "train.epochs",

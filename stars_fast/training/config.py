@@ -46,7 +46,7 @@ ALIASES = {
 """Names that mean one field: the published code's options, and last names of several fields."""
 
 FLAGS = ("resume", "dry_run", "help", "help_all")
-"""Options of `stars-fast train` that are no fields, for suggestions."""
+"""Options of `stars-fast train` that are no fields."""
 
 
 @dataclass

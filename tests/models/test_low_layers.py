@@ -112,6 +112,7 @@ def test_recomputing_takes_the_same_copies(make, how):
 def test_micro_batches_add_up():
     once, twice = (gradients(gpt(), low=True, uses=uses)[1] for uses in (1, 2))
     for name, g in once.items():
+        # Sums in fp32: of the same terms twice, in another order
         torch.testing.assert_close(twice[name], 2 * g, rtol=1e-5, atol=1e-7)
 
 
@@ -161,7 +162,7 @@ def test_maps_that_share_an_input_share_a_copy_and_its_gradient():
             parts = [each(x) for each in maps]
             torch.testing.assert_close(
                 torch.cat(parts, -1), torch.nn.functional.linear(x.to(BF16), low.weight),
-                rtol=2**-7, atol=2**-7,
+                rtol=2**-7, atol=2**-7,  # bf16 of two products: a unit in the last place
             )  # fmt: skip
     assert layers.nbytes == 2 * sum(p.numel() for p in layers_of(model).parameters() if p.dim() > 1)
     assert not any("forward" in vars(each) for each in model.modules())

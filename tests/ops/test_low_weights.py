@@ -15,6 +15,8 @@ from stars_fast.ops.low_weights import LowWeights, refresh
 
 HEIGHTS = (3, 5, 2)
 
+EXACT = {"rtol": OPS[torch.float64], "atol": OPS[torch.float64]}
+
 
 def parameters(heights=HEIGHTS, width=4, bias=True, dtype=torch.float64):
     torch.manual_seed(0)
@@ -72,14 +74,14 @@ def test_all_uses_add_to_the_gradients(inside, dual, bias, together):
         expected = [y for x in xs for y in reference(*other, x, dual)]
         bars = [torch.randn_like(y) for y in expected]
         for y, z in zip(found, expected, strict=True):
-            torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(y, z, **EXACT)
         x_bars = torch.autograd.grad(expected, xs, bars, retain_graph=True)
         torch.autograd.backward(expected, bars, inputs=[*other[0], *other[1]])
         torch.autograd.backward(found, bars)
         for x, x_bar in zip(xs, x_bars, strict=True):
-            torch.testing.assert_close(x.grad, x_bar, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(x.grad, x_bar, **EXACT)
     for p, q in zip((*mine[0], *mine[1]), (*other[0], *other[1]), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(p.grad, q.grad, **EXACT)
 
 
 def test_what_is_not_used_adds_nothing(inside):
@@ -88,7 +90,7 @@ def test_what_is_not_used_adds_nothing(inside):
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     first, *_ = ops.low_linears(x, low, 2, dual=False)
     first.sum().backward()
-    torch.testing.assert_close(x.grad, weights[0].sum(0).expand(6, 4), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, weights[0].sum(0).expand(6, 4), **EXACT)
     assert weights[0].grad.abs().sum() > 0
     assert all(p.grad is None or not p.grad.any() for p in (*weights[1:], *biases[1:]))
 
@@ -161,7 +163,7 @@ def test_a_part_is_the_map_alone():
     x = torch.randn(6, 4, dtype=torch.float64)
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         y = ops.low_linear(x, low.part(i), dual=False)
-        torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(y, F.linear(x, weight, bias), **EXACT)
         y.sum().backward()
         assert weight.grad.shape == weight.shape
         torch.testing.assert_close(bias.grad, torch.full_like(bias, 6.0))
@@ -176,7 +178,7 @@ def test_hooks_wait_for_all_uses():
     x = torch.randn(2, 4, dtype=torch.float64)
     sum(ops.low_linear(x, low, dual=False).sum() for _ in range(3)).backward()
     assert len(seen) == 1
-    torch.testing.assert_close(seen[0], 3 * x.sum(0).expand(3, 4), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(seen[0], 3 * x.sum(0).expand(3, 4), **EXACT)
 
 
 def test_frozen_weights_get_no_gradient_and_keep_no_input():
@@ -187,7 +189,7 @@ def test_frozen_weights_get_no_gradient_and_keep_no_input():
     assert y.grad_fn.saved_tensors == ()
     y.sum().backward()
     assert weight.grad is None
-    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 4), **EXACT)
 
 
 def test_what_does_not_fit_is_named():

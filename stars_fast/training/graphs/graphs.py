@@ -35,7 +35,6 @@ CLOSE = 0.02
 PyTorch's attention differ in bf16 from run to run by a tenth of that, what reads a wrong buffer by
 the whole."""
 
-
 _SHORT = 2
 """Turns of what is tried out: the first starts from another dtype than the others, perhaps."""
 
@@ -120,12 +119,11 @@ class Graphs:
             with no_questions_of_masks():
                 return run_between(again, turns, penalty)
 
-        start = Start(micro.first, micro.inputs)
-        pair = Pair(region, start, self._buffers)
+        pair = Pair(region, Start(micro.first, micro.inputs), self._buffers)
         return pair
 
     def _noise_like(self, pair: Pair, h: Tensor) -> Tensor:
-        """The buffer of the penalty's noise at a state, which `_load` fills before a replay."""
+        """The buffer of the penalty's noise at a state, which `_loaded` fills before a replay."""
         if pair not in self._noise:
             self._noise[pair] = self._buffers.like("noise", h)
             if self._now is not None:
@@ -200,7 +198,7 @@ class Graphs:
                 self._recorder.warm_up(once)
             pair.record(self._recorder)
             found = []
-            for run in (lambda: pair.replay_once(), once):
+            for run in (pair.replay_once, once):
                 gradients.zero()
                 seed_dropout(config.seed, 0, 0, self._device)
                 with self._loaded(other, pair):

@@ -19,7 +19,7 @@ from stars_fast.training.plan.launches import captured_part, row_for_the_gpu, wh
 from stars_fast.training.plan.otherwise import Changes, otherwise
 from stars_fast.training.plan.passes import Machine
 from stars_fast.training.plan.rates import rates
-from stars_fast.training.plan.rows import rows_of
+from stars_fast.training.plan.rows import DOCUMENT, rows_of
 from stars_fast.training.plan.steps import (
     Run,
     Way,
@@ -92,7 +92,7 @@ class Plan:
         return asdict(self)
 
 
-def plan(config: Any, gpus: Gpus, document: int = 600) -> Plan:
+def plan(config: Any, gpus: Gpus, document: int = DOCUMENT) -> Plan:
     """The plan of a run of `config` on `gpus`, documents of `document` tokens where the recipe does
     not say how long they are.
 

@@ -13,6 +13,10 @@ SUPERVISED = 0.75
 """Part of the tokens of a chat that is a target, as in `benchmarks.workload`."""
 
 
+DOCUMENT = 600
+"""Mean tokens of a document, where nothing says how long they are."""
+
+
 class Rows(NamedTuple):
     """Rows that a step has `batch_size` of.
 

@@ -9,7 +9,7 @@ from stars_fast.models.families import family_named
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import cards
 from stars_fast.training.plan.otherwise import otherwise
-from stars_fast.training.plan.rows import rows_of
+from stars_fast.training.plan.rows import DOCUMENT, rows_of
 from stars_fast.training.scale.memory import GIB, choose
 from stars_fast.training.scale.parallel import ParallelConfig
 from stars_fast.training.step.methods import penalty_of
@@ -57,7 +57,7 @@ def memory_table(config: Any) -> list[MemoryRow]:
         sharded = otherwise(plain, {"parallel": shared})
         kinds += [(f"FSDP over {n}", sharded, n) for n in (4, 8) if sharded is not None]
     kinds.append(("LoRA 16", otherwise(plain, {"lora": {"rank": 16}, "train": {"freeze": ()}}), 1))
-    supervised = rows_of(config.data, 600).supervised
+    supervised = rows_of(config.data, DOCUMENT).supervised
     penalty = penalty_of(config)
     rows = []
     for tokens in TOKENS:

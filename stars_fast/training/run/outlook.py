@@ -16,14 +16,11 @@ from stars_fast.training.config import RunConfig
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import Gpus, card_of_device
 from stars_fast.training.plan.plan import plan
-from stars_fast.training.plan.rows import rows_of
+from stars_fast.training.plan.rows import DOCUMENT, rows_of
 from stars_fast.training.run.folder import reason_to_refuse
 from stars_fast.training.run.progress import depth_words, duration, penalty_words, size_words
 from stars_fast.training.scale.memory import gib
 from stars_fast.training.step.cost import relative_cost
-
-DOCUMENT = 600
-"""Mean tokens of a document, where nothing says how long they are."""
 
 
 def outlook(config: RunConfig, resume: bool = False) -> str:
