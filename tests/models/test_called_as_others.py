@@ -425,12 +425,13 @@ def is_compiled(model):
 
 @right
 def is_exported_for_any_length(model):
-    length = torch.export.Dim("length", min=2, max=64)
+    # Not a named range: torch 2.11 cannot show it to hold for the attention of a Llama.
+    length = {"input_ids": {1: torch.export.Dim.DYNAMIC}, "use_cache": None}
     exported = torch.export.export(
         model,
         (),
         {"input_ids": ids(), "use_cache": False},
-        dynamic_shapes={"input_ids": {1: length}, "use_cache": None},
+        dynamic_shapes=length,
         strict=False,
     ).module()
     for prompt in (ids(length=5), ids(length=12)):
