@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -70,6 +71,24 @@ def check_arguments(kwargs: dict[str, Any], config: Any, what: str) -> None:
     wanted = kwargs.get("output_attentions")
     if getattr(config, "output_attentions", False) if wanted is None else wanted:
         raise ValueError("output_attentions: expected False; the kernels keep no weights")
+
+
+_DEPTH = ("turns", "num_steps", "exit_at_step", "exit_threshold", "tol", "tol_per")
+"""Names by which calls of one looped model or another say how deep it thinks."""
+
+
+def check_depth_settings(given: dict[str, Any], known: Iterable[str]) -> None:
+    """Raise ValueError where a configuration names a depth that it has no setting for.
+
+    Args:
+        given: by name, besides the configuration's own settings.
+        known: other names of these.
+    """
+    if unread := [name for name in _DEPTH if name in given and name not in known]:
+        raise ValueError(
+            f"{unread[0]}: expected none in the configuration of this model, which reads "
+            f"{', '.join(name for name in _DEPTH if name in known)}, got {given[unread[0]]!r}"
+        )
 
 
 def wants_dict(config: Any, return_dict: bool | None) -> bool:

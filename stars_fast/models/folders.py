@@ -120,7 +120,10 @@ def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
         what = "Ouro model" if types == ("ouro",) else "looped model"
         named = " or ".join(types)
         return f"is no {what}: expected model_type {named} in its config.json, got {kind!r}"
-    for index in (f"{name}.index.json" for name in _WEIGHTS):
+    for name in _WEIGHTS:  # in the order in which transformers looks for them
+        index = f"{name}.index.json"
+        if name in files:
+            return None
         if index in files:
             shards = set(read_json(folder / index).get("weight_map", {}).values())
             missing = sorted(shards - set(files))
@@ -129,8 +132,6 @@ def _unfit(folder: Path, files: list[str], types: Sequence[str]) -> str | None:
                     ", ".join(missing[:4])
                 )
             return None
-    if any(name in files for name in _WEIGHTS):
-        return None
     gguf = " GGUF files can't be read here;" if any(n.endswith(".gguf") for n in files) else ""
     return (
         f"has a config.json and no weights:{gguf} expected {_WEIGHTS[0]}, or "

@@ -5,6 +5,7 @@ import copy
 import io
 import pickle
 from contextlib import redirect_stdout
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -22,9 +23,15 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     TextStreamer,
+    Trainer,
+    TrainingArguments,
     WatermarkingConfig,
     pipeline,
 )
+
+from stars_fast.models.huginn import HuginnCache
+from stars_fast.models.looped_decoder import LoopedDecoderCache
+from stars_fast.models.ouro import OuroCache
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 # A Llama has its norms and softmaxes in fp32 whatever its dtype: what differs by a last bit in
@@ -299,6 +306,13 @@ def takes_a_cache_back_and_forth(model):
     torch.testing.assert_close(third, whole[:, 5:], **CLOSE)
 
 
+@right
+def goes_on_from_a_cache_whatever_use_cache_says(model):
+    first = model(ids()[:, :3], use_cache=True)
+    held = {"past_key_values": cache_of(first), "use_cache": False}
+    torch.testing.assert_close(model(ids()[:, 3:], **held).logits, model(ids()).logits[:, 3:])
+
+
 @refused(TypeError, "past_key_values: expected an? .*Cache, which has a slot for each layer of")
 def takes_a_cache_of_one_slot_a_layer(model):
     model(ids(), past_key_values=DynamicCache(), use_cache=True)
@@ -502,6 +516,18 @@ def trains_under_autocast(model):
     assert loss.item() == pytest.approx(model(ids(), labels=ids()).loss.item(), rel=0.02)
 
 
+@right
+def smooths_the_labels_of_a_trainer(model):
+    """With which the Trainer makes the loss, from logits and labels that are not shifted."""
+    options = {"use_cpu": True, "report_to": [], "label_smoothing_factor": 0.1}
+    with TemporaryDirectory() as folder:
+        trainer = Trainer(model, TrainingArguments(folder, **options))
+    found = trainer.compute_loss(model, {"input_ids": ids(2), "labels": ids(2)})
+    logits = model(ids(2)).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits, ids(2)[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(found, expected, check_dtype=False, **ONE_PASS)
+
+
 # -- the object
 
 
@@ -581,6 +607,46 @@ def test_tied_weights_stay_tied(name, tmp_path):
     assert is_tied(reloads(model, tmp_path))
     model.resize_token_embeddings(330)
     assert is_tied(model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_whole_file_written_over_shards_counts(name, tmp_path):
+    """transformers takes the shards away and leaves their index."""
+    model = make(name, torch.float32)
+    model.save_pretrained(tmp_path, max_shard_size="60KB")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2)
+    reloads(model, tmp_path)
+
+
+# -- caches that are not one's own
+
+CACHES = {
+    "ouro": lambda: OuroCache(2),
+    "looped": lambda: LoopedDecoderCache(2, 2),
+    "huginn": lambda: HuginnCache(1, 2),
+    "another prelude": lambda: HuginnCache(3, 2),
+    "another coda": lambda: LoopedDecoderCache(2, 3),
+}
+
+
+@pytest.mark.parametrize(("name", "cache"), [(n, c) for n in FAMILIES for c in CACHES if n != c])
+def test_a_cache_with_other_slots_is_refused(name, cache):
+    with pytest.raises((TypeError, ValueError), match="past_key_values: expected an? "):
+        make(name)(ids(), past_key_values=CACHES[cache]())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_of_two_caches_none_is_forgotten(name):
+    model = make(name)
+    one, other = model.empty_cache(), model.empty_cache()
+    with pytest.raises(ValueError, match="cache: expected None when past_key_values is given"):
+        model(ids(), past_key_values=one, cache=other)
+    with torch.no_grad():
+        model(ids()[:, :3], past_key_values=one, cache=one)
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="expected no.* with gradient checkpointing"):
+        model(ids()[:, 3:], past_key_values=one, labels=ids()[:, 3:])
 
 
 # -- the table

@@ -171,6 +171,30 @@ def test_a_saved_depth_is_read_again(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_depth_written_into_the_file_by_hand_is_read(name, tmp_path):
+    make(name).save_pretrained(tmp_path)
+    file = tmp_path / "generation_config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps(written | {"turns": 6}))
+    assert turns_of(type(make(name)).from_pretrained(tmp_path)) == 6
+    file.write_text(json.dumps(written | {"turn": 6}))
+    with pytest.raises(ValueError, match="generation_config: expected .* got turn$"):
+        greedy(type(make(name)).from_pretrained(tmp_path), ids())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("setting", ["turns", "num_steps", "exit_at_step", "tol", "tol_per"])
+def test_a_configuration_reads_a_depth_or_refuses_it(name, setting):
+    config = make(name).config
+    values = config.to_dict()
+    if setting in type(config).attribute_map:
+        assert getattr(type(config)(**values | {setting: 1}), setting) == 1
+    else:
+        with pytest.raises(ValueError, match=f"{setting}: expected none in the configuration"):
+            type(config)(**values | {setting: "token"})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_turns_given_at_a_load_come_before_those_of_the_file(name, tmp_path):
     model = make(name)
     model.generation_config.turns = 7

@@ -3,8 +3,6 @@ each turn of the core."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from stars_fast.models.ouro.cache import OuroCache
 
 
@@ -19,23 +17,14 @@ class HuginnCache(OuroCache):
 
     def __init__(self, prelude: int, core: int, turns: int | None = None) -> None:
         super().__init__(core, turns)
-        self.prelude = prelude
+        self.outside = prelude
 
     def slot(self, turn: int, layer: int) -> int:
         """The slot of a layer: `layer` counts on from the core into the coda, and back from it into
         the prelude, whose last layer is -1; `turn` matters in the core alone."""
         if layer < 0:
-            return self.prelude + layer
+            return self.outside + layer
         if layer >= self.turn_layers:
             assert self.turns is not None
             turn = self.turns - 1
-        return self.prelude + turn * self.turn_layers + layer
-
-
-def check_cache(cache: Any) -> None:
-    """Raise TypeError where a cache is not one of Huginn's."""
-    if cache is not None and not isinstance(cache, HuginnCache):
-        raise TypeError(
-            "past_key_values: expected a HuginnCache, which has a slot for each layer of each "
-            f"turn, got {type(cache).__name__}"
-        )
+        return self.outside + turn * self.turn_layers + layer

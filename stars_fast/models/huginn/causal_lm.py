@@ -19,11 +19,11 @@ from stars_fast.models.call_arguments import (
     take_documents,
     wants_dict,
 )
-from stars_fast.models.huginn.cache import HuginnCache, check_cache
+from stars_fast.models.huginn.cache import HuginnCache
 from stars_fast.models.huginn.config import HuginnConfig
 from stars_fast.models.huginn.loading import TABLE, rotary_table
 from stars_fast.models.huginn.model import HuginnParts
-from stars_fast.models.ouro.cache import CACHE
+from stars_fast.models.ouro.cache import CACHE, given_cache
 from stars_fast.models.ouro.context import Context
 from stars_fast.models.ouro.generation import LoopedGenerationMixin
 from stars_fast.models.ouro.loading import drop_stale_weights
@@ -140,8 +140,8 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
             input_states: [B, S, D], s_0; that of `first_state` by default.
             labels: [B, S] int64, the token ids themselves (they are shifted here), -100 where there
                 is no target.
-            use_cache: return one; by default `config.use_cache` outside training, and not for
-                packed documents.
+            use_cache: return one where none is given; by default `config.use_cache` outside
+                training, and not for packed documents.
             logits_to_keep: logits of the last so many positions, or of positions [n]; 0 for all.
             turns: how many; by default `config.mean_recurrence`.
             num_steps: the same by the public name, or two numbers as there: turns without a
@@ -166,7 +166,7 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
         check_arguments(kwargs, config, "Huginn")
         limit, kept = _turns(config, turns, num_steps, backprop_turns)
         x = self._embedded(input_ids, inputs_embeds)
-        given = past_key_values if cache is None else cache
+        given = given_cache(past_key_values, cache, HuginnCache)
         cache = self._cache(given, use_cache, limit, len(x))
         context = self.prepare(x, attention_mask, position_ids, cu_seqlens, cache)
         if context.starts is not None and cache is not None:
@@ -250,13 +250,14 @@ class HuginnForCausalLM(LoopedGenerationMixin, HuginnParts):
                 "use_cache: expected no cache with gradient checkpointing, which computes the keys "
                 "a second time"
             )
-        check_cache(given)
         if use_cache is None:
-            use_cache = given is not None or (self.config.use_cache and not self.training)
-        if not use_cache:
+            use_cache = self.config.use_cache and not self.training
+        if given is None and not use_cache:
             return None
         cache = self.empty_cache() if given is None else given
-        cache.bind(self.config.n_layers_in_recurrent_block, turns, batch)
+        config = self.config
+        outside = config.n_layers_in_prelude
+        cache.bind(config.n_layers_in_recurrent_block, turns, batch, outside)
         return cache
 
     def empty_cache(self) -> HuginnCache:

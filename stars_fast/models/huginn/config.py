@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
+from stars_fast.models.call_arguments import check_depth_settings
 from stars_fast.models.ouro.config import rotary_settings
 
 LAYOUTS = ("huginn", "llama", "olmo2")
@@ -163,6 +164,7 @@ class HuginnConfig(PretrainedConfig):
         self.state_seed = state_seed
         self.convergence_tol = convergence_tol
         self.use_cache = use_cache
+        check_depth_settings(kwargs, self.attribute_map)
         for alias in self.attribute_map:
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))

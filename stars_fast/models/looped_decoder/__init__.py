@@ -10,13 +10,12 @@ from stars_fast.base.quiet import quiet_import
 need("transformers", "looped decoders")  # before the imports below, which would not say how
 
 with quiet_import():
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
     from stars_fast.models.looped_decoder.cache import LoopedDecoderCache
     from stars_fast.models.looped_decoder.causal_lm import LoopedDecoderForCausalLM
     from stars_fast.models.looped_decoder.config import LoopedDecoderConfig
     from stars_fast.models.looped_decoder.model import LoopedDecoderModel
     from stars_fast.models.ouro.turn_count import count_turns
+    from stars_fast.models.registered import register
 
 __all__ = [
     "LoopedDecoderCache",
@@ -26,6 +25,4 @@ __all__ = [
     "count_turns",
 ]
 
-AutoConfig.register("looped_decoder", LoopedDecoderConfig, exist_ok=True)
-AutoModel.register(LoopedDecoderConfig, LoopedDecoderModel, exist_ok=True)
-AutoModelForCausalLM.register(LoopedDecoderConfig, LoopedDecoderForCausalLM, exist_ok=True)
+register(LoopedDecoderConfig, LoopedDecoderForCausalLM, LoopedDecoderModel)

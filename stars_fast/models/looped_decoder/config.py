@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
+from stars_fast.models.call_arguments import check_depth_settings
 from stars_fast.models.injection import INJECTIONS
 
 STATES = ("prelude", "noise", "learned")
@@ -80,6 +81,7 @@ class LoopedDecoderConfig(PretrainedConfig):
         self.total_ut_steps = total_ut_steps
         self.convergence_tol = convergence_tol
         self.use_cache = use_cache
+        check_depth_settings(kwargs, self.attribute_map)
         for alias in self.attribute_map:
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))

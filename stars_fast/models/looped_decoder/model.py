@@ -30,7 +30,7 @@ from stars_fast.models.looped_decoder.cache import LayerSlots, LoopedDecoderCach
 from stars_fast.models.looped_decoder.config import LoopedDecoderConfig, check_config
 from stars_fast.models.looped_decoder.context import Context
 from stars_fast.models.looped_decoder.parts import LearnedState
-from stars_fast.models.ouro.cache import CACHE, check_cache
+from stars_fast.models.ouro.cache import CACHE, given_cache
 from stars_fast.models.ouro.loading import check_loaded, drop_stale_weights
 from stars_fast.tokens import Tokens, describe_tokens
 
@@ -303,8 +303,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
             position_ids: [B or 1, S]; by default they count the real tokens.
             past_key_values: a `LoopedDecoderCache`, filled by calls of as many turns; also by the
                 name `cache`.
-            use_cache: return one; by default `config.use_cache` outside training, and not for
-                packed documents. Gradient checkpointing goes without, as in transformers.
+            use_cache: return one where none is given; by default `config.use_cache` outside
+                training, and not for packed documents. Gradient checkpointing goes without, as in transformers.
             turns: how many; by default `config.total_ut_steps`.
             tol: a sequence all of whose (new) tokens changed by at most this, relative, in a turn
                 takes no further turn; its keys and values stand in for those of the turns left
@@ -324,7 +324,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         like = self.like(input_ids, inputs_embeds)
         limit = config.total_ut_steps if turns is None else turns
         depth = AdaptiveDepth(like, limit, config.convergence_tol if tol is None else tol, tol_per)
-        given = past_key_values if cache is None else cache
+        given = given_cache(past_key_values, cache, LoopedDecoderCache)
         cache = self._cache(given, use_cache, limit, len(like))
         context = self.prepare(like, attention_mask, position_ids, cu_seqlens, cache=cache)
         tokens = context.tokens
@@ -384,17 +384,21 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
 
     def _cache(self, given: Any, use_cache: bool | None, turns: int, batch: int) -> Any:
         """The cache of a call: the one given, a new one, or None."""
-        check_cache(given, LoopedDecoderCache)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            if given is not None and given.get_seq_length():
+                raise ValueError(
+                    "past_key_values: expected none with gradient checkpointing, got a cache that "
+                    f"holds {given.get_seq_length()} tokens"
+                )
             if given is not None or use_cache:
                 _log.warning("use_cache: gradient checkpointing goes without a cache")
             return None
         if use_cache is None:
-            use_cache = given is not None or (self.config.use_cache and not self.training)
-        if not use_cache:
+            use_cache = self.config.use_cache and not self.training
+        if given is None and not use_cache:
             return None
         cache = self.empty_cache() if given is None else given
-        cache.bind(self.config.block, turns, batch)
+        cache.bind(self.config.block, turns, batch, self.config.prelude + self.config.coda)
         return cache
 
     def empty_cache(self) -> LoopedDecoderCache:

@@ -27,13 +27,15 @@ class OuroCache(DynamicCache):
         turns: turns of the calls that use the cache; set by the first of them if None.
     """
 
+    outside = 0  # slots of layers before the turns, in subclasses
+
     def __init__(self, layers: int, turns: int | None = None) -> None:
         super().__init__()
         self.turn_layers = layers
         self.turns = turns
 
-    def bind(self, layers: int, turns: int, batch: int) -> None:
-        """Take part in a call.
+    def bind(self, layers: int, turns: int, batch: int, outside: int = 0) -> None:
+        """Take part in a call of so many `layers` a turn, and `outside` of the turns.
 
         Raises:
             ValueError: the cache is for another number of layers or turns, or holds another batch.
@@ -41,6 +43,11 @@ class OuroCache(DynamicCache):
         if layers != self.turn_layers:
             raise ValueError(
                 f"past_key_values: expected a cache for {layers} layers, got {self.turn_layers}"
+            )
+        if outside != self.outside:
+            raise ValueError(
+                f"past_key_values: expected a cache for {outside} layers outside of the turns, got "
+                f"{self.outside}"
             )
         if self.turns not in (None, turns):
             raise ValueError(
@@ -96,11 +103,20 @@ class OuroCache(DynamicCache):
         return slot.keys[..., -length:, :], slot.values[..., -length:, :]
 
 
-def check_cache(cache: Any, kind: type[OuroCache] = OuroCache) -> None:
-    """Raise TypeError where a cache is not one with a slot for each turn."""
-    if cache is not None and not isinstance(cache, kind):
+def given_cache(past_key_values: Any, cache: Any, kind: type[OuroCache]) -> Any:
+    """The cache that a call is given by either name; None without.
+
+    Raises:
+        TypeError: it is not one with the slots of `kind`.
+        ValueError: two are given.
+    """
+    if None not in (past_key_values, cache) and past_key_values is not cache:
+        raise ValueError("cache: expected None when past_key_values is given, got both")
+    given = past_key_values if cache is None else cache
+    if given is not None and getattr(type(given), "slot", None) is not kind.slot:
         article = "an" if kind is OuroCache else "a"
         raise TypeError(
             f"past_key_values: expected {article} {kind.__name__}, which has a slot for each layer "
-            f"of each turn, got {type(cache).__name__}"
+            f"of each turn, got {type(given).__name__}"
         )
+    return given

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from transformers import PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
+from stars_fast.models.call_arguments import check_depth_settings
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # Their names in transformers -> those of `ops.gated`.
@@ -117,6 +118,7 @@ class OuroConfig(PretrainedConfig):
         self.early_exit_step = early_exit_step
         self.early_exit_threshold = early_exit_threshold
         self.convergence_tol = convergence_tol
+        check_depth_settings(kwargs, self.attribute_map)
         for alias in self.attribute_map:
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))

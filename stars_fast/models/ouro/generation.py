@@ -70,10 +70,9 @@ class LoopedGenerationMixin(GenerationMixin):
             drop_depth(self.generation_config, anew)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own; of a generation configuration that was made from the model's,
-        transformers would not read the depth again."""
-        if _said(self.generation_config, self.depth_settings):
-            self.generation_config._from_model_config = False
+        """As the model's own; of a generation configuration that is said to be made from the
+        model's, transformers would read no depth, be it saved or written into the file later."""
+        self.generation_config._from_model_config = False
         return cast(Any, super()).save_pretrained(*args, **kwargs)
 
     def prepare_inputs_for_generation(

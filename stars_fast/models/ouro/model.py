@@ -16,7 +16,7 @@ from stars_fast.dual.tensor import Dual
 from stars_fast.models.adaptive import AdaptiveDepth, Per
 from stars_fast.models.call_arguments import check_arguments, take_documents, wants_dict
 from stars_fast.models.folders import check_folder
-from stars_fast.models.ouro.cache import CACHE, OuroCache, check_cache
+from stars_fast.models.ouro.cache import CACHE, OuroCache, given_cache
 from stars_fast.models.ouro.config import OuroConfig, check_config, check_gate
 from stars_fast.models.ouro.context import Context, make_context, windows_of
 from stars_fast.models.ouro.exits import exit_turns, gate_logits, pick_states, turns_and_threshold
@@ -208,8 +208,8 @@ class OuroModel(OuroPreTrainedModel):
             position_ids: [B or 1, S]; by default they count the real tokens.
             past_key_values: an `OuroCache`, filled by calls of as many turns; also by the name
                 `cache`.
-            use_cache: return one; by default `config.use_cache` outside training, and not for
-                packed documents.
+            use_cache: return one where none is given; by default `config.use_cache` outside
+                training, and not for packed documents.
             turns: how many; by default `config.total_ut_steps`. What a call says of the turns
                 comes before the exits of the configuration.
             exit_at_step: the turn, counted from 0, whose state is returned, as published. No later
@@ -237,7 +237,7 @@ class OuroModel(OuroPreTrainedModel):
         limit, threshold = turns_and_threshold(config, turns, exit_at_step, exit_threshold)
         tol = config.convergence_tol if tol is None else tol
         depth = AdaptiveDepth(h, limit, tol, tol_per)
-        given = past_key_values if cache is None else cache
+        given = given_cache(past_key_values, cache, OuroCache)
         cache = self._cache(given, use_cache, limit, len(h))
         context = self.prepare(h, attention_mask, position_ids, cu_seqlens, cache)
         if context.starts is not None and cache is not None:
@@ -305,10 +305,9 @@ class OuroModel(OuroPreTrainedModel):
                 "use_cache: expected no cache with gradient checkpointing, which computes the keys "
                 "a second time"
             )
-        check_cache(given)
         if use_cache is None:
-            use_cache = given is not None or (self.config.use_cache and not self.training)
-        if not use_cache:
+            use_cache = self.config.use_cache and not self.training
+        if given is None and not use_cache:
             return None
         cache = OuroCache(self.config.num_hidden_layers) if given is None else given
         cache.bind(self.config.num_hidden_layers, turns, batch)

@@ -533,6 +533,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"tol_per: expected 'sequence' or 'token', got {tol_per!r}")
         x = part["wte"](input_ids) if inputs_embeds is None else inputs_embeds
         x = x * config.init_values["embed_scale"]
+        if None not in (past_key_values, cache) and past_key_values is not cache:
+            raise ValueError("cache: expected None when past_key_values is given, got both")
         held = self._cache(past_key_values if cache is None else cache, use_cache, limit)
         context = self._context(x, attention_mask, position_ids, held)
         if context.cache is None and held is not None:
@@ -623,8 +625,8 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
                 f"turn, got {type(given).__name__}"
             )
         if use_cache is None:
-            use_cache = given is not None or (self.config.use_cache and not self.training)
-        if not use_cache:
+            use_cache = self.config.use_cache and not self.training
+        if given is None and not use_cache:
             return None
         cache = self._empty_cache() if given is None else given
         cache.bind(turns)

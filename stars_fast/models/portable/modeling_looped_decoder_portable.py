@@ -425,6 +425,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         _check_call(kwargs, input_ids, inputs_embeds)
         limit, tol = _depth(config, turns, tol, tol_per)
         given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        if None not in (past_key_values, cache) and past_key_values is not cache:
+            raise ValueError("cache: expected None when past_key_values is given, got both")
         held = self._cache(past_key_values if cache is None else cache, use_cache, limit)
         past = 0 if held is None else held.get_seq_length()
         positions = _positions(given, past, attention_mask, position_ids)
@@ -559,8 +561,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
                 f"of each turn, got {type(given).__name__}"
             )
         if use_cache is None:
-            use_cache = given is not None or (self.config.use_cache and not self.training)
-        if not use_cache:
+            use_cache = self.config.use_cache and not self.training
+        if given is None and not use_cache:
             return None
         cache = self.empty_cache() if given is None else given
         cache.bind(turns)

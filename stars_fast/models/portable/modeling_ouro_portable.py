@@ -451,6 +451,8 @@ class OuroModel(OuroPreTrainedModel):
         if self.in_vllm and (tol or limit > self.config.total_ut_steps):
             raise ValueError("tol: expected none in vLLM, where every token takes all turns")
         h = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if None not in (past_key_values, cache) and past_key_values is not cache:
+            raise ValueError("cache: expected None when past_key_values is given, got both")
         held = self._cache(past_key_values if cache is None else cache, use_cache, limit)
         context = self._context(h, attention_mask, position_ids, held)
         if context.cache is None and held is not None:
@@ -508,8 +510,8 @@ class OuroModel(OuroPreTrainedModel):
                 f"turn, got {type(given).__name__}"
             )
         if use_cache is None:
-            use_cache = given is not None or (self.config.use_cache and not self.training)
-        if not use_cache:
+            use_cache = self.config.use_cache and not self.training
+        if given is None and not use_cache:
             return None
         cache = OuroCache(len(self.layers)) if given is None else given
         cache.bind(turns)
