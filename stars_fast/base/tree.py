@@ -169,7 +169,8 @@ def _scalar(hint: type, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        if hint is int and isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
+        digits = isinstance(value, str) and value.strip().lstrip("+-").isdecimal()
+        if hint is int and (digits or isinstance(value, int)):  # a float would round large ones
             return int(value)
         number = float(value)
         if not math.isfinite(number):

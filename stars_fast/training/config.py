@@ -6,6 +6,7 @@ are those of the model's family and of the kind of data; this file has those tha
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from functools import cache
@@ -260,8 +261,12 @@ class RunConfig:
                 "1: a micro-batch of few samples runs fewer turns, and gathers its layers less "
                 "often"
             )
+        for name, value, empty in (("name", self.name, " ."), ("out", self.out, " ")):
+            if value is not None and not (value.strip(empty) and value.isprintable()):
+                raise ConfigError(f"{name}: expected the name of a folder, got {value!r}")
         if self.out is None:
             self.out = str(Path("runs") / self.name)
+        self.out = os.path.expanduser(self.out)  # not the shell's business in --out=~/run or YAML
 
     @property
     def penalised(self) -> bool:

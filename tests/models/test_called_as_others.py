@@ -632,7 +632,7 @@ CACHES = {
 
 @pytest.mark.parametrize(("name", "cache"), [(n, c) for n in FAMILIES for c in CACHES if n != c])
 def test_a_cache_with_other_slots_is_refused(name, cache):
-    with pytest.raises((TypeError, ValueError), match="past_key_values: expected an? "):
+    with pytest.raises((TypeError, ValueError), match=r"past_key_values: expected an? "):
         make(name)(ids(), past_key_values=CACHES[cache]())
 
 
@@ -645,7 +645,7 @@ def test_of_two_caches_none_is_forgotten(name):
     with torch.no_grad():
         model(ids()[:, :3], past_key_values=one, cache=one)
     model.train().gradient_checkpointing_enable()
-    with pytest.raises(ValueError, match="expected no.* with gradient checkpointing"):
+    with pytest.raises(ValueError, match=r"expected no.* with gradient checkpointing"):
         model(ids()[:, 3:], past_key_values=one, labels=ids()[:, 3:])
 
 

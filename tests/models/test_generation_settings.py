@@ -178,7 +178,7 @@ def test_a_depth_written_into_the_file_by_hand_is_read(name, tmp_path):
     file.write_text(json.dumps(written | {"turns": 6}))
     assert turns_of(type(make(name)).from_pretrained(tmp_path)) == 6
     file.write_text(json.dumps(written | {"turn": 6}))
-    with pytest.raises(ValueError, match="generation_config: expected .* got turn$"):
+    with pytest.raises(ValueError, match=r"generation_config: expected .* got turn$"):
         greedy(type(make(name)).from_pretrained(tmp_path), ids())
 
 

@@ -155,6 +155,16 @@ def test_a_task_on_the_command_line_is_not_the_recipes(tmp_path):
         load_config(str(path))
 
 
+def test_large_integers_of_a_recipe_are_exact(tmp_path):
+    (tmp_path / "mine.yaml").write_text("base: addition\nseed: 9007199254740993\n")
+    assert load_config(str(tmp_path / "mine.yaml")).seed == 9007199254740993
+
+
+def test_a_home_folder_is_no_folder_called_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert load_config("addition", ["--out=~/run"]).out == "/home/me/run"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

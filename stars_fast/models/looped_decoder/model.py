@@ -304,7 +304,8 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
             past_key_values: a `LoopedDecoderCache`, filled by calls of as many turns; also by the
                 name `cache`.
             use_cache: return one where none is given; by default `config.use_cache` outside
-                training, and not for packed documents. Gradient checkpointing goes without, as in transformers.
+                training, and not for packed documents. Gradient checkpointing goes without, as in
+                transformers.
             turns: how many; by default `config.total_ut_steps`.
             tol: a sequence all of whose (new) tokens changed by at most this, relative, in a turn
                 takes no further turn; its keys and values stand in for those of the turns left
