@@ -86,7 +86,7 @@ def _name_axes(axis: "Axes", results: Sequence[SettingCurves]) -> None:
     main = results[0].main
     turns_axis(axis, sorted({t for result in results for t in result.median[main]}))
     if main == "accuracy":
-        percent_axis(axis, "sums answered exactly")
+        percent_axis(axis, "answered exactly")
     else:
         axis.set_ylabel(main.replace("_", " ") + (" (nats)" if main.endswith("loss") else ""))
     axis.label_outer()

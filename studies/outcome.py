@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base.files import write_text
-from studies.curves import SettingCurves, gather, growth, least
+from studies.curves import LENGTH, SettingCurves, by_length, gather, growth, least
 from studies.definition import Study
 from studies.findings import FIXED, judge_findings
 from studies.judging import LATELY
@@ -56,13 +56,14 @@ def write_outcome(
     }
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "study.json", json.dumps(content, indent=1) + "\n")
-    results = gather(records)
+    results = by_length(gather(records))
     text = outcome_table(study, scale, records, results, verdicts)
     write_text(out / "table.md", text)
     if results:
         from studies.figure import draw_panels
 
-        draw_panels(results, out / "figure.png", title=study.title, panels=study.panels)
+        panels = LENGTH if results and LENGTH in results[0].levels else study.panels
+        draw_panels(results, out / "figure.png", title=study.title, panels=panels)
     return text
 
 
