@@ -6,7 +6,7 @@
     judged              fields of `judging.Judged`, where runs on sums are asked for more
     reference           label of the runs whose seconds those of the others are measured by
     runs                products of factors: {factor: {level: fields of the configuration}}
-    scales              quick and paper: a recipe (`base`), `settings` on top of it, and `runs` in
+    scales              quick, paper or both: a recipe (`base`), `settings` on top of it, and `runs` in
                         the place of the shared ones where they differ
 
 A run of a product takes one level of each factor.
@@ -69,6 +69,18 @@ class Study:
     scales: dict[str, Scale]
     judged: Judged = USUAL
     reference: str | None = None
+
+    def at(self, scale: str) -> Scale:
+        """The study at a scale.
+
+        Raises:
+            ConfigError: it has none of that name.
+        """
+        if scale not in self.scales:
+            raise ConfigError(
+                f"study {self.name}: scale: expected one of {', '.join(self.scales)}, got {scale}"
+            )
+        return self.scales[scale]
 
 
 @dataclass(frozen=True)
@@ -209,10 +221,10 @@ def study_runs(
     `words` are command-line overrides ("--train.steps", "200") for all of them.
 
     Raises:
-        ConfigError: a field in `words` that the study sets for each run by itself, and as
-            `config_from`, with the run's label.
+        ConfigError: the study has no such scale, a field in `words` that it sets for each run by
+            itself, and as `config_from`, with the run's label.
     """
-    part = study.scales[scale]
+    part = study.at(scale)
     base = read_recipe(part.base)
     everywhere = parse_overrides(words, base)
     varied = {path for cell in part.cells for path in tree.flat_mapping(cell.fields)}
