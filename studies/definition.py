@@ -6,8 +6,8 @@
     judged              fields of `judging.Judged`, where runs on sums are asked for more
     reference           label of the runs whose seconds those of the others are measured by
     runs                products of factors: {factor: {level: fields of the configuration}}
-    scales              quick, paper or both: a recipe (`base`), `settings` on top of it, and `runs` in
-                        the place of the shared ones where they differ
+    scales              quick, paper or both: a recipe (`base`), `settings` on top of it, and `runs`
+                        in the place of the shared ones where they differ
 
 A run of a product takes one level of each factor.
 """

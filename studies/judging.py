@@ -57,9 +57,9 @@ def judge_run(folder: Path, device: torch.device, judged: Judged = USUAL) -> dic
     """The figures of the run in `folder`, by number of turns as text.
 
     Of sums: `accuracy` in [0, 1], and that on further samples where the data have them, such as
-        `accuracy_2x` of strings twice as long; and as means over some samples `radius` (spectral radius of the
-        block at the state after so many turns), `rms` (root mean square of the state) and
-        `residual` (size of that turn's step over that of the state before); the shares of these
+        `accuracy_2x` of strings twice as long; and as means over some samples `radius` (spectral
+        radius of the block at the state after so many turns), `rms` (root mean square of the state)
+        and `residual` (size of that turn's step over that of the state before); the shares of these
         samples that are `contracting` (a radius below 1), and whose radius `settled` to `TOLERANCE`
         (that of others is an estimate).
         Where `judged` asks, `lately` (the mean accuracy of the newest checkpoints) and `apart` (how
