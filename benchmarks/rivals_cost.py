@@ -1,4 +1,4 @@
-"""What a step of each rival of the penalty costs over SFT's: counted in turns, and measured.
+"""The cost of a step of each rival of the penalty over SFT's: counted in turns, and measured.
 
     python -m benchmarks.rivals_cost [--rounds 56] [--only "*, decay"] [--json FILE]
 

@@ -11,7 +11,7 @@ Curve = dict[int, float]
 """A figure by number of turns."""
 NOT_CURVES = ("levels", "overrides", "machine")
 FURTHER = "accuracy_"
-"""What the names of the accuracies on further samples begin with."""
+"""Beginning of the names of the accuracies on further samples."""
 LENGTH = "length"
 """The factor that tells the samples apart where there are further, longer ones."""
 
