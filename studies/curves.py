@@ -112,10 +112,9 @@ def by_length(results: Sequence[SettingCurves]) -> list[SettingCurves]:
         replace(
             result,
             levels={**result.levels, LENGTH: name.removeprefix(FURTHER) or "as trained"},
-            **{
-                how: {"accuracy": getattr(result, how)[name or "accuracy"]}
-                for how in ("median", "low", "high")
-            },
+            median={"accuracy": result.median[name or "accuracy"]},
+            low={"accuracy": result.low[name or "accuracy"]},
+            high={"accuracy": result.high[name or "accuracy"]},
         )
         for name in ("", *names)
         for result in results
