@@ -70,7 +70,7 @@ def measure(rounds: int, only: str) -> dict[str, dict[str, float]]:
     """Costs over SFT's by the label of a run, `counted` and `measured`.
 
     Raises:
-        ConfigError: `only` leaves out the runs of SFT without an injection.
+        ConfigError: `only` leaves out the study's reference.
     """
     study = read_study("rivals")
     runs = [run for run in study_runs(study, "quick", "unused") if fnmatch(run.label, only)]
@@ -78,12 +78,11 @@ def measure(rounds: int, only: str) -> dict[str, dict[str, float]]:
     places = [round((i + 0.5) * total / rounds) for i in range(rounds)]
     with processes("cpu") as world:
         steps = {run.label: Steps(run.config, places, world) for run in runs}
-        reference = next((name for name in steps if name.startswith("sft, all turns, none")), None)
-        if reference is None:
-            raise ConfigError(f"--only {only!r} leaves out SFT without injection, the unit")
+        if study.reference not in steps:
+            raise ConfigError(f"--only {only!r} leaves out {study.reference!r}, the unit")
         ways: dict[str, Callable[[], Any]] = dict(steps)
         times = interleaved(ways, rounds, "cpu", process_clock)
-    unit, counted = times[reference], steps[reference].counted
+    unit, counted = times[study.reference], steps[study.reference].counted
     return {
         name: {
             "counted": round(sum(steps[name].counted) / sum(counted), 3),

@@ -4,7 +4,8 @@
     panels              the factor that the figure has one panel for each level of; none for one
     findings            names of `findings.FINDINGS` that the numbers are held against
     judged              fields of `judging.Judged`, where runs on sums are asked for more
-    reference           label of the runs whose seconds those of the others are measured by
+    reference           label of the runs whose cost those of the others are measured by; with it
+                        the table has what holds at all turns, and the costs
     runs                products of factors: {factor: {level: fields of the configuration}}
     scales              quick, paper or both: a recipe (`base`), `settings` on top of it, and `runs`
                         in the place of the shared ones where they differ

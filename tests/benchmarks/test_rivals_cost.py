@@ -36,5 +36,5 @@ def test_the_penalty_counts_where_it_is_on():
 
 
 def test_the_unit_is_needed():
-    with pytest.raises(ConfigError, match="leaves out SFT"):
+    with pytest.raises(ConfigError, match="leaves out 'sft, all turns, none, decay'"):
         measure(1, "nothing*")
