@@ -25,7 +25,7 @@ RUNS = {
     "methods": 4,
     "ouro": 4,
     "ouro-ablation": 6,
-    "rivals": 82,
+    "rivals": 94,
     "rivals-text": 9,
     "parity": 7,
 }
