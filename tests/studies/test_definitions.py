@@ -27,7 +27,7 @@ RUNS = {
     "ouro-ablation": 6,
     "rivals": 94,
     "rivals-text": 9,
-    "parity": 7,
+    "parity": 9,
 }
 QUICK_ALONE = {"rivals-text", "parity"}
 COMPARED = {
