@@ -57,8 +57,8 @@ def _name_at_end(axis: "Axes", lines: Mapping[str, Any]) -> None:
     room, place = 0.075 * (high - low), float("inf")
     for name in sorted(ends, key=lambda name: -ends[name]):
         place = min(ends[name], place - room)
-        where = {"transform": axis.get_yaxis_transform(), "va": "center", "fontsize": 9}
-        axis.text(1.02, place, name, color=lines[name].get_color(), **where)
+        colour, across = lines[name].get_color(), axis.get_yaxis_transform()
+        axis.text(1.02, place, name, color=colour, transform=across, va="center", fontsize=9)
 
 
 def _line_name(result: SettingCurves, panels: str | None) -> str:
