@@ -371,7 +371,7 @@ def test_a_bias_that_can_not_be_merged_is_named():
     model = ouro().model
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True)
     peft.inject_adapter_in_model(config, model, "default")
-    with pytest.raises(ValueError, match=r"adapter: can't be merged into model.layers.0.*lora_bias"):
+    with pytest.raises(ValueError, match=r"adapter: can't be merged into model.*lora_bias"):
         merge(model)
 
 
