@@ -86,8 +86,8 @@ def refuse_unread_loop(config: Mapping[str, Any], kind: type) -> None:
     told = {n: value for n, value in config.items() if n not in read and _tells(n, value)}
     if told:
         raise ValueError(
-            "model: expected a configuration whose loop is known, or run by the class of the "
-            f"model, got {_listed(told)}, which {kind.__name__} does not read"
+            "model: expected a configuration whose loop is known and run by its class, got "
+            f"{_listed(told)}, which {kind.__name__} does not read"
         )
 
 
