@@ -20,8 +20,8 @@ _PREFIX = "base_model.model."
 """PEFT's name of the adapted model within its own."""
 
 _NOT_TAKEN = ("modules_to_save", "layer_replication", "alora_invocation_tokens")
-"""Fields that an adapter's configuration may not have set: whole modules, more layers, and (aLoRA) an
-adapter of the tokens after a certain sequence alone, which PEFT's own model looks for."""
+"""Fields that an adapter's configuration may not have set: whole modules, more layers, and (aLoRA)
+an adapter of the tokens after a certain sequence alone, which PEFT's own model looks for."""
 
 
 def adapter_base(path: str | Path) -> str | None:
