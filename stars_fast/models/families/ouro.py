@@ -20,10 +20,9 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
 from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists, has_tokenizer
-from stars_fast.models.loop import Loop, Turn, matrix_weights
+from stars_fast.models.loop import Loop, Turn, head_loss, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import DECODER_SIZES, Shape, shape_of_config
-from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
 TINY_MODEL = "tiny"
@@ -96,9 +95,7 @@ class OuroLoop(Loop):
         return self.model.lm_head(h)
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        rows = h.flatten(0, 1).index_select(0, batch.positions)
-        weight = self.model.lm_head.weight
-        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+        return head_loss(self.model.lm_head, h, batch, count)
 
     @property
     def vocabulary(self) -> int:

@@ -18,6 +18,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.seeds import seed_dropout
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.fixed_shape import FixedShape
+from stars_fast.models.hooks import all_are_hooked
 from stars_fast.models.loop import Start
 from stars_fast.ops.spans import no_questions_of_masks
 from stars_fast.training.config import RunConfig
@@ -82,7 +83,9 @@ class Graphs:
         key = Key(turns, not isinstance(penalty, NoPenalty))
         again = micro.recompute
         draws = self._drops and (again.dual or again.turns > 0)  # masks that must be drawn again
-        if key in self.keys and not draws and torch.is_grad_enabled():
+        # A replay calls no module, for which hooks of all modules of the process wait
+        called = draws or all_are_hooked()
+        if key in self.keys and not called and torch.is_grad_enabled():
             pair = self._pairs.get(key) or self._captured(key, micro, penalty)
             if pair is not None:
                 with self._loaded(micro, pair):

@@ -248,6 +248,25 @@ def test_rare_turns_run_op_by_op(trained):
     assert counted.captured == 0
 
 
+def test_hooks_of_all_modules_are_called_in_place_of_a_replay(trained):
+    loss = trained()
+    shape, (batch, _) = micro_batches()
+    counted = Counted()
+    graphs_for(loss, shape, counted)
+    expected = step(loss, batch)
+    assert (counted.captured, counted.replayed) == (2, 2)
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        found = step(loss, batch)
+    finally:
+        hook.remove()
+    assert counted.replayed == 2
+    assert all(seen.count(layer) == 3 + 1 for layer in loss.loop.layers)
+    for got, want in zip(found, expected, strict=True):  # norms one by one: sums in another order
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
 class Fails(Recorder):
     """Captures so many functions, and then no more."""
 
