@@ -129,7 +129,7 @@ def test_the_head_is_called_for_the_training_loss(name, hook_all):
 
 def test_a_flop_counter_finds_every_map():
     """It knows modules by such hooks: 2 products of each map's weight for a turn forward."""
-    model, block, h = block_and_state("ouro")
+    _, block, h = block_and_state("ouro")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         block(h)
     counts = counter.get_flop_counts()
