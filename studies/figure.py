@@ -32,12 +32,13 @@ def draw_panels(
     size = {"width": 3.0 + 4.6 * columns, "height": 0.9 + 3.1 * -(-len(parts) // columns)}
     figure, axes = new_figure(len(parts), columns=columns, **size)
     drawn = {}
-    for axis, (level, inside) in zip(axes, parts.items(), strict=True):
+    for number, (axis, (level, inside)) in enumerate(zip(axes, parts.items(), strict=True)):
         for result in inside:
             name = _line_name(result, panels)
             drawn[name] = _line(axis, result, names.index(name))
         axis.set_title(level, loc="left", fontsize=10)
-        _name_axes(axis, inside)
+        lowest = number + columns >= len(parts)
+        _name_axes(axis, inside, below=lowest, beside=number % columns == 0)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
     if len(names) > 1:
         handles = [drawn[name] for name in names]
@@ -82,11 +83,16 @@ def _shown(result: SettingCurves) -> Any:
     return pick
 
 
-def _name_axes(axis: "Axes", results: Sequence[SettingCurves]) -> None:
+def _name_axes(
+    axis: "Axes", results: Sequence[SettingCurves], *, below: bool, beside: bool
+) -> None:
+    """Scales, and names and numbers on the sides on which no other panel has them."""
     main = results[0].main
     turns_axis(axis, sorted({t for result in results for t in result.median[main]}))
     if main == "accuracy":
-        percent_axis(axis, "sums answered exactly")
+        percent_axis(axis, "answered exactly")
     else:
         axis.set_ylabel(main.replace("_", " ") + (" (nats)" if main.endswith("loss") else ""))
-    axis.label_outer()
+    axis.xaxis.label.set_visible(below)
+    axis.yaxis.label.set_visible(beside)
+    axis.tick_params(labelbottom=below, labelleft=beside)

@@ -43,6 +43,9 @@ def test_a_panel_for_each_level_and_a_line_for_each_setting(axes, tmp_path):
     assert lines[0][0].get_ydata()[0] == pytest.approx(50)
     dots = [line.get_xdata()[0] for line in axes[0].lines if len(line.get_xdata()) == 1]
     assert dots == [8, 8]
+    # The second panel has none beneath it, so that its turns stand under it.
+    assert [axis.xaxis.label.get_visible() for axis in axes] == [False, True, True]
+    assert [axis.yaxis.label.get_visible() for axis in axes] == [True, False, True]
     (legend,) = axes[0].figure.legends
     assert [text.get_text() for text in legend.texts] == ["a", "b", "c"]
 
