@@ -32,7 +32,7 @@ from stars_fast.models.block_kinds import DecoderStack, ModelTurn
 from stars_fast.models.depth import DepthLaw
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import Tokens
-from stars_fast.training.step.penalties.jacobian import jacobian_value
+from stars_fast.training.step.penalties.jacobian import jacobian_estimate
 from stars_fast.training.step.penalty import PenaltyConfig
 
 __all__ = ["DepthLaw", "JacobianPenalty", "PenaltyConfig"]
@@ -262,7 +262,7 @@ class JacobianPenalty(_Trainer):
             inputs=injected,
         )
         with self.accelerator.autocast():
-            return jacobian_value(block, h, v, counted, self.penalty)
+            return jacobian_estimate(block, h, v, counted, self.penalty)[1]
 
     def _divides(self, num_items_in_batch: Tensor | int | None) -> bool:
         """Whether the Trainer divides the loss by the number of micro-batches afterwards."""

@@ -78,8 +78,8 @@ def test_what_one_process_can_not_capture_is_refused_or_left_on_all(tiny_in, lau
     paths = []
     for name in ("trial-on", "later-on", "trial-auto", "later-auto"):
         section = {"steps": 20, "accumulation": 1, "graphs": name.partition("-")[2]}
-        fixed, later = {"law": "fixed", "value": 3}, {"start_step": 10}
-        config = tiny_in(tmp_path / name, train=section, depth=fixed, penalty=later)
+        later = {"start_step": 10}
+        config = tiny_in(tmp_path / name, method="jsrr", train=section, penalty=later)
         paths.append(tmp_path / f"{name}.yaml")
         save_config(config, paths[-1])
     script = Path(__file__).parents[1] / "scripts" / "graphs.py"
