@@ -296,6 +296,14 @@ UNKNOWN = {
     "L_cycles": 3,
     "pondering_steps": 2,
     "recursion_depths": [1, 2, 1],
+    "loop_count": 2,
+    "n_loop": 2,
+    "recurrent_depth": 2,
+    "layer_repeats": 2,
+    "num_layer_reuse": 3,
+    "core_repeat": 2,
+    "n_iter": 3,
+    "unroll_steps": 4,
 }
 
 
@@ -318,6 +326,10 @@ NO_LOOP = {
     "sinkhorn_iterations": 20,
     "repetition_penalty": 1.2,
     "max_steps": 1000,
+    "max_iters": 1000,
+    "num_block_repeats": [1, 2],
+    "repeats": 2,
+    "layer_count": 3,
     "outputs": 4,
     "tropes": "loops",
     "num_loops": 1,
