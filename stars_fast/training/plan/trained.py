@@ -73,8 +73,12 @@ def _left(config: Any) -> Trained:
     block = _matrices(family.loop(model).turn_modules)
     inside = head.keys() | embedding.keys() | block.keys()
     outside = [p for key, p in _matrices([model]).items() if key not in inside]
-    parts = block.values(), outside, head.values(), embedding.values()
-    return Trained(*map(_fraction, parts))
+    return Trained(
+        block=_fraction(block.values()),
+        outside=_fraction(outside),
+        head=_fraction(head.values()),
+        embedding=_fraction(embedding.values()),
+    )
 
 
 def _table(model: Any, name: str) -> nn.Module:
