@@ -91,7 +91,7 @@ def _matrices(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
 
 
 def _fraction(parameters: Iterable[nn.Parameter]) -> float:
-    """Of the weights, those that want a gradient; 1 where there are none."""
+    """The part of the weights that wants a gradient; 1 where there are none."""
     sizes = [(p.numel(), p.requires_grad) for p in parameters]
     whole = sum(size for size, _ in sizes)
     return sum(size for size, wants in sizes if wants) / whole if whole else 1.0

@@ -168,7 +168,7 @@ def jacobian_value(
 
 
 def _options(h: Tensor, samples: Tokens, settings: PenaltyConfig) -> dict[str, Any]:
-    """Of `fused_jsrr`."""
+    """Arguments of `fused_jsrr`."""
     mask = samples.real
     return {
         "mask": None if mask is None else mask.to(h.device, non_blocking=True),
