@@ -56,6 +56,11 @@ def test_losses_in_one_panel(axes, tmp_path):
     (axis,) = axes
     assert axis.get_ylabel() == "validation loss (nats)"
     assert not axis.collections
+    named = {text.get_text(): text for text in axis.texts}
+    assert list(named) == ["sft", "stars"]  # from above, each in its line's colour
+    assert named["sft"].get_color() == axis.lines[0].get_color()
+    room = 0.07 * (axis.get_ylim()[1] - axis.get_ylim()[0])
+    assert named["sft"].get_position()[1] - named["stars"].get_position()[1] > room
 
 
 def test_nothing_to_draw(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.kinds import kind_named
-from stars_fast.models.families import family_named
+from stars_fast.models.families import family_named, hub_not_asked
 from stars_fast.models.shape import Shape
 from stars_fast.training.config import RunConfig
 from stars_fast.training.plan import memory
@@ -24,7 +24,7 @@ from stars_fast.training.step.cost import relative_cost
 
 
 def outlook(config: RunConfig, resume: bool = False) -> str:
-    """The run for people, without a model or data.
+    """The run for people, without a model or data, and without a question to the hub.
 
     Raises:
         ConfigError: its folder, or so many processes, can't be used.
@@ -50,7 +50,9 @@ def outlook(config: RunConfig, resume: bool = False) -> str:
         f"penalty  {penalty_words(config) or 'none'}",
     ]
     try:
-        lines += _by_shape(config, family.shape(config.model), rows.supervised)
+        with hub_not_asked():
+            shape = family.shape(config.model)
+        lines += _by_shape(config, shape, rows.supervised)
     except ConfigError as error:
         lines.append(f"size     not known: {error}")
     lines.append("nothing was made or loaded")
