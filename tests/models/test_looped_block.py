@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import explain, fused_jsrr, fused_jvp
-from stars_fast.models.loop_keys import norm_closes_turn
+from stars_fast.models.loop_keys import norm_closes_turn, refuse_unread_loop
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import check_tokens, describe_tokens
@@ -361,6 +361,7 @@ def test_no_configuration_of_transformers_is_taken_for_a_loop():
         if not type(config).__module__.startswith("transformers."):  # another test registered it
             continue
         seen += 1
+        refuse_unread_loop(config.to_dict(), type(config))  # a class reads its own keys
         try:
             assert norm_closes_turn(config) == (kind == "ouro")
         except ValueError:

@@ -110,6 +110,15 @@ class Family(ABC):
         """
         raise ConfigError(f"model.family: the sizes of {self.name} can't be told without a model")
 
+    def skeleton(self, section: Any) -> nn.Module | None:
+        """The model of a section on the meta device, for the names and sizes of its weights; None
+        where it can't be made without them.
+
+        Raises:
+            ConfigError: the sizes can't be told.
+        """
+        return None
+
     def base(self, section: Any) -> str | None:
         """The checkpoint, a folder or hub id, whose weights a training starts from; None for
         weights that the package makes."""

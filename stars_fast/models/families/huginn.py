@@ -182,7 +182,15 @@ class HuginnFamily(Family):
             else {}
         )
 
-    def shape(self, section: HuginnSection) -> Shape:
+    def skeleton(self, section: HuginnSection) -> nn.Module:
+        need("transformers", "Huginn models")
+        from stars_fast.models.huginn import HuginnConfig, HuginnForCausalLM
+
+        with torch.device("meta"):
+            return HuginnForCausalLM(HuginnConfig(**self._sizes(section)))
+
+    def _sizes(self, section: HuginnSection) -> Mapping[str, Any]:
+        """The fields of a `config.json` that sizes follow from, perhaps all of them."""
         config: Mapping[str, Any] = SIZES.get(section.path, {})
         if section.path == TINY_MODEL:
             config = {
@@ -196,6 +204,10 @@ class HuginnFamily(Family):
             }
         config = config or checkpoint_config(section.path)
         require_sizes(section.path, config, _SIZES)
+        return config
+
+    def shape(self, section: HuginnSection) -> Shape:
+        config = self._sizes(section)
         width, heads = config["n_embd"], config["n_heads"]
         head = config.get("head_dim") or width // heads
         return Shape(

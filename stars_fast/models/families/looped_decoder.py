@@ -203,6 +203,20 @@ class LoopedDecoderFamily(Family):
             native=False,
         )
 
+    def skeleton(self, section: LoopedDecoderSection) -> nn.Module:
+        need("transformers", "looped decoders")
+        from transformers import AutoConfig, LlamaConfig
+
+        from stars_fast.models.looped_decoder import LoopedDecoderConfig, LoopedDecoderForCausalLM
+
+        if section.path == TINY_MODEL:
+            config: Any = LlamaConfig(**tiny_sizes(section))
+        else:
+            config = AutoConfig.from_pretrained(section.path)
+        loop = {name: value for name, value in section.loop.items() if name != "turns"}
+        with torch.device("meta"):
+            return LoopedDecoderForCausalLM(LoopedDecoderConfig(config, **loop))
+
     def base(self, section: LoopedDecoderSection) -> str | None:
         """A looped decoder; what is looped only when a training starts is in no folder."""
         if section.path == TINY_MODEL:

@@ -138,6 +138,18 @@ class OuroFamily(Family):
         )
 
     def shape(self, section: OuroSection) -> Shape:
+        config = self._sizes(section)
+        return shape_of_config(config, layers=config["num_hidden_layers"], outside=0)
+
+    def skeleton(self, section: OuroSection) -> nn.Module:
+        need("transformers", "Ouro models")
+        from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
+
+        with torch.device("meta"):
+            return OuroForCausalLM(OuroConfig(**self._sizes(section)))
+
+    def _sizes(self, section: OuroSection) -> Mapping[str, Any]:
+        """The fields of a `config.json` that sizes follow from, perhaps all of them."""
         config: Mapping[str, Any] = SIZES.get(section.path, {})
         if section.path == TINY_MODEL:
             config = {
@@ -149,7 +161,7 @@ class OuroFamily(Family):
             }
         config = config or checkpoint_config(section.path)
         require_sizes(section.path, config, DECODER_SIZES)
-        return shape_of_config(config, layers=config["num_hidden_layers"], outside=0)
+        return config
 
     def base(self, section: OuroSection) -> str | None:
         return None if section.path == TINY_MODEL else section.path

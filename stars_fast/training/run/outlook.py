@@ -17,6 +17,7 @@ from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import Gpus, card_of_device
 from stars_fast.training.plan.plan import plan
 from stars_fast.training.plan.rows import DOCUMENT, rows_of
+from stars_fast.training.plan.trained import trained_of
 from stars_fast.training.run.folder import reason_to_refuse
 from stars_fast.training.run.progress import depth_words, duration, penalty_words, size_words
 from stars_fast.training.scale.memory import gib
@@ -88,7 +89,7 @@ def _bytes(size: int) -> str:
 
 
 def _trained(config: RunConfig, shape: Shape) -> str:
-    number = memory.trained(shape, config)
+    number = trained_of(config).parameters(shape)
     return "all trained" if number == shape.parameters else f"{size_words(number)} trained"
 
 

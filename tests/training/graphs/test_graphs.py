@@ -80,7 +80,7 @@ def step(loss, batch, turns=3, weight=0.1, number=0):
 
 
 def graphs_for(loss, shape, recorder=None, **options):
-    graphs = Graphs(loss, loss.config, shape, recorder or StandIn(), CPU, **options)
+    graphs = Graphs(loss, loss.config, shape, recorder or StandIn(), ALONE, **options)
     loss.between = graphs.between
     return graphs
 
