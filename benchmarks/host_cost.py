@@ -1,13 +1,14 @@
 """Cost of Python: a turn of 24 tiny layers, where the arithmetic takes no time.
 
     python -m benchmarks.host_cost [--layers 24]
-    python -m benchmarks.host_cost --ops
+    python -m benchmarks.host_cost --ops [--rank 8]
 
 Milliseconds a turn of Llama layers (Hugging Face's code), of the benchmark's own sandwich layers
 and of the native Ouro model (the same layers, written on the ops), d 16, 4 tokens, one CPU thread:
 what the host needs before a GPU gets its work. Where the GPU needs less, the turn is bound by the
 host; `GraphedBlock` and `train.graphs` are for that. With --ops the ops of PyTorch that a layer of
-the native Ouro dispatches: counts, the same on every machine (those of attention are a CPU's).
+the native Ouro dispatches: counts, the same on every machine (those of attention are a CPU's);
+with --rank beside those of a layer with LoRA adapters on its maps.
 """
 
 from __future__ import annotations
@@ -65,15 +66,28 @@ def best(run: Callable[[], object], repeats: int = 15) -> float:
     return 1e3 * min(seconds)
 
 
-def ops_a_layer(dual: bool, low: bool) -> list[int]:
+def adapted_turn(layers: int, rank: int) -> nn.Module:
+    """Weights in bf16, adapters in fp32, as the trainer has them under `mixed`."""
+    from stars_fast.models.families.ouro import OuroLoop
+    from stars_fast.models.lora import LoraConfig, adapt
+    from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    model = OuroForCausalLM(OuroConfig(num_hidden_layers=layers, vocab_size=8, **sizes))
+    adapt(OuroLoop(model.bfloat16()), LoraConfig(rank=rank), torch.float32, 0)
+    return looped_block(model.eval())
+
+
+def ops_a_layer(dual: bool, low: bool, rank: int | None = None) -> list[int]:
     """Ops of a layer forward, those of them that are launches, and the same backward, in bf16 under
-    autocast; with `low` on copies of the weights, as the trainer runs them."""
+    autocast; with `low` on copies of the weights, as the trainer runs them, with `rank` on
+    adapters."""
     counts = []
     for layers in (1, 2):
-        block = ouro_turn(layers)
+        block = ouro_turn(layers) if rank is None else adapted_turn(layers, rank)
         copies = LowLayers(block, block.modules() if low else [])
         copies.refresh()
-        for p in block.parameters():
+        for p in filter(lambda p: p.requires_grad, block.parameters()):
             p.grad = torch.zeros_like(p)  # as in every micro-batch but the first
         h = torch.randn(1, 4, 16).bfloat16()
         with copies.used():
@@ -86,24 +100,28 @@ def ops_a_layer(dual: bool, low: bool) -> list[int]:
     return [two - one for one, two in zip(counts[:4], counts[4:], strict=True)]
 
 
-def print_ops() -> None:
+def print_ops(rank: int | None) -> None:
     print("| turn | forward | launches | backward | launches |")
     print("|---|---|---|---|---|")
     for low in (False, True):
         for dual in (False, True):
             name = ("dual" if dual else "plain") + (", copies of weights" if low else ", autocast")
             print(f"| {name} | " + " | ".join(map(str, ops_a_layer(dual, low))) + " |")
+    for dual in (False, True) if rank is not None else ():
+        name = f"{'dual' if dual else 'plain'}, LoRA of rank {rank}"
+        print(f"| {name} | " + " | ".join(map(str, ops_a_layer(dual, False, rank))) + " |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--ops", action="store_true", help="count ops instead")
+    parser.add_argument("--rank", type=int, help="of LoRA adapters, to count too")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.ops:
         print(f"torch {torch.__version__}, commit {commit()}")
-        print_ops()
+        print_ops(options.rank)
         return
     h = torch.randn(1, 4, 16)
     print(f"{options.layers} layers, torch {torch.__version__}, commit {commit()}")

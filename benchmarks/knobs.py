@@ -65,7 +65,8 @@ def markdown(recipe: str = RECIPE, gpus: str = GPUS) -> str:
     """The table for a page."""
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for name, words, *cells in rows(recipe, gpus):
-        lines.append("| " + " | ".join([name, f"`{words}`" if words else "", *cells]) + " |")
+        options = words.replace(" --", "`<br>`--")  # a line each: browsers break after a hyphen
+        lines.append("| " + " | ".join([name, f"`{options}`" if options else "", *cells]) + " |")
     return "\n".join(lines)
 
 

@@ -1,6 +1,8 @@
 """The penalty in transformers' Trainer: a tiny Ouro, random depth, chats in packed rows.
 
 With a name, `python examples/trainer.py ByteDance/Ouro-1.4B`, the same on a checkpoint.
+
+Needs `pip install --no-build-isolation ".[ouro]"`, in a clone.
 """
 
 import sys

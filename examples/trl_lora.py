@@ -1,6 +1,8 @@
 """TRL's SFTTrainer with LoRA and the penalty: adapters of a tiny Ouro learn from chats.
 
 With a name, `python examples/trl_lora.py ByteDance/Ouro-1.4B`, the same on a checkpoint.
+
+Needs `pip install --no-build-isolation ".[lora]" trl`, in a clone.
 """
 
 import sys

@@ -18,7 +18,7 @@ _EXAMPLES = """\
 examples:
   stars-fast recipes
   stars-fast train addition-quick
-  stars-fast train addition-quick-stars --penalty.weight 0.05 --seed 1 --out runs/weak
+  stars-fast train addition-quick-stars --penalty.weight 0.05 --out runs/weak
   stars-fast train runs/weak --resume
   stars-fast eval runs/weak runs/addition-quick --turns 1,2,4,8,16,32,64,100
   stars-fast analyze runs/weak runs/addition-quick
@@ -79,7 +79,8 @@ def _parser(options: Mapping[str, Parser] | None = None) -> Parser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(
         "stars-fast",
-        description="Train and evaluate looped language models with the STARS penalty.",
+        description="Train and judge looped language models: those that run one block of layers "
+        "again\nand again, and are to keep their answers however often that is.",
         epilog=_EXAMPLES,
         formatter_class=raw,
     )

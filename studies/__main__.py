@@ -100,14 +100,16 @@ def _seeds(text: str) -> list[int]:
 
 
 def listing(names: Sequence[str], scale: str) -> str:
-    """Questions of the studies, and their runs at a scale."""
+    """Questions of the studies, and their runs at a scale; of those that have it."""
     lines = []
-    for name in names:
-        study = read_study(name)
-        cells = study.scales[scale].cells
-        lines += [f"{name}: {study.title}", f"  {study.asks}"]
-        lines += [f"  {len(cells)} runs of {study.scales[scale].base}:"]
-        lines += [f"    {label_of(cell.levels)}" for cell in cells]
+    for study in map(read_study, names):
+        if scale not in study.scales:
+            lines += [f"{study.name}: {study.title}", f"  not at scale {scale}", ""]
+            continue
+        part = study.at(scale)
+        lines += [f"{study.name}: {study.title}", f"  {study.asks}"]
+        lines += [f"  {len(part.cells)} runs of {part.base}:"]
+        lines += [f"    {label_of(cell.levels)}" for cell in part.cells]
         lines.append("")
     return "\n".join(lines).rstrip()
 

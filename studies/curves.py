@@ -4,12 +4,16 @@ them."""
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 Curve = dict[int, float]
 """A figure by number of turns."""
 NOT_CURVES = ("levels", "overrides", "machine")
+FURTHER = "accuracy_"
+"""Beginning of the names of the accuracies on further samples."""
+LENGTH = "length"
+"""The factor that tells the samples apart where there are further, longer ones."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,25 @@ def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> SettingCurv
         first.get("counted_cost", math.nan),
         **over,
     )
+
+
+def by_length(results: Sequence[SettingCurves]) -> list[SettingCurves]:
+    """The accuracies on samples of each length as settings of their own, with the length as a
+    factor; `results` as they are where there is one length."""
+    names = [name for name in results[0].median if name.startswith(FURTHER)] if results else []
+    if not names:
+        return list(results)
+    return [
+        replace(
+            result,
+            levels={**result.levels, LENGTH: name.removeprefix(FURTHER) or "as trained"},
+            median={"accuracy": result.median[name or "accuracy"]},
+            low={"accuracy": result.low[name or "accuracy"]},
+            high={"accuracy": result.high[name or "accuracy"]},
+        )
+        for name in ("", *names)
+        for result in results
+    ]
 
 
 def _number(value: float | None) -> float:

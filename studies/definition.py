@@ -4,10 +4,11 @@
     panels              the factor that the figure has one panel for each level of; none for one
     findings            names of `findings.FINDINGS` that the numbers are held against
     judged              fields of `judging.Judged`, where runs on sums are asked for more
-    reference           label of the runs whose seconds those of the others are measured by
+    reference           label of the runs whose cost those of the others are measured by; with it
+                        the table has what holds at all turns, and the costs
     runs                products of factors: {factor: {level: fields of the configuration}}
-    scales              quick and paper: a recipe (`base`), `settings` on top of it, and `runs` in
-                        the place of the shared ones where they differ
+    scales              quick, paper or both: a recipe (`base`), `settings` on top of it, and `runs`
+                        in the place of the shared ones where they differ
 
 A run of a product takes one level of each factor.
 """
@@ -69,6 +70,18 @@ class Study:
     scales: dict[str, Scale]
     judged: Judged = USUAL
     reference: str | None = None
+
+    def at(self, scale: str) -> Scale:
+        """The study at a scale.
+
+        Raises:
+            ConfigError: it has none of that name.
+        """
+        if scale not in self.scales:
+            raise ConfigError(
+                f"study {self.name}: scale: expected one of {', '.join(self.scales)}, got {scale}"
+            )
+        return self.scales[scale]
 
 
 @dataclass(frozen=True)
@@ -209,10 +222,10 @@ def study_runs(
     `words` are command-line overrides ("--train.steps", "200") for all of them.
 
     Raises:
-        ConfigError: a field in `words` that the study sets for each run by itself, and as
-            `config_from`, with the run's label.
+        ConfigError: the study has no such scale, a field in `words` that it sets for each run by
+            itself, and as `config_from`, with the run's label.
     """
-    part = study.scales[scale]
+    part = study.at(scale)
     base = read_recipe(part.base)
     everywhere = parse_overrides(words, base)
     varied = {path for cell in part.cells for path in tree.flat_mapping(cell.fields)}

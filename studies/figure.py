@@ -1,6 +1,6 @@
 """The figure of a study: a panel for each level of one factor, in it a line for each setting."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,21 +29,36 @@ def draw_panels(
         parts.setdefault(result.levels[panels] if panels else "", []).append(result)
     names = list(dict.fromkeys(_line_name(result, panels) for result in results))
     columns = min(len(parts), 2)
-    size = {"width": 3.0 + 4.6 * columns, "height": 0.9 + 3.1 * -(-len(parts) // columns)}
+    size = {"width": 3.0 + 4.6 * columns, "height": 0.7 + 2.8 * -(-len(parts) // columns)}
     figure, axes = new_figure(len(parts), columns=columns, **size)
     drawn = {}
-    for axis, (level, inside) in zip(axes, parts.items(), strict=True):
+    for number, (axis, (level, inside)) in enumerate(zip(axes, parts.items(), strict=True)):
         for result in inside:
             name = _line_name(result, panels)
             drawn[name] = _line(axis, result, names.index(name))
         axis.set_title(level, loc="left", fontsize=10)
-        _name_axes(axis, inside)
+        lowest = number + columns >= len(parts)
+        _name_axes(axis, inside, below=lowest, beside=number % columns == 0)
     figure.suptitle(title, x=0.01, ha="left", fontsize=12)
-    if len(names) > 1:
+    if len(names) > 1 and len(parts) == 1:
+        _name_at_end(axes[0], drawn)
+    elif len(names) > 1:
         handles = [drawn[name] for name in names]
         figure.legend(handles, names, loc="outside right upper", frameon=False)
-    figure.text(0.99, 0.01, "dot: most turns of training", ha="right", fontsize=8, color="#555555")
+    note = "dots: the most turns in training"
+    figure.text(0.99, 0.01, note, ha="right", fontsize=8, color="#555555")
     figure.savefig(Path(path), format="png")
+
+
+def _name_at_end(axis: "Axes", lines: Mapping[str, Any]) -> None:
+    """The name of each line beside its end, below the one above where they would touch."""
+    low, high = axis.get_ylim()
+    ends = {name: min(max(line.get_ydata()[-1], low), high) for name, line in lines.items()}
+    room, place = 0.075 * (high - low), float("inf")
+    for name in sorted(ends, key=lambda name: -ends[name]):
+        place = min(ends[name], place - room)
+        colour, across = lines[name].get_color(), axis.get_yaxis_transform()
+        axis.text(1.02, place, name, color=colour, transform=across, va="center", fontsize=9)
 
 
 def _line_name(result: SettingCurves, panels: str | None) -> str:
@@ -82,11 +97,16 @@ def _shown(result: SettingCurves) -> Any:
     return pick
 
 
-def _name_axes(axis: "Axes", results: Sequence[SettingCurves]) -> None:
+def _name_axes(
+    axis: "Axes", results: Sequence[SettingCurves], *, below: bool, beside: bool
+) -> None:
+    """Scales, and names and numbers on the sides on which no other panel has them."""
     main = results[0].main
     turns_axis(axis, sorted({t for result in results for t in result.median[main]}))
     if main == "accuracy":
-        percent_axis(axis, "sums answered exactly")
+        percent_axis(axis, "answered exactly")
     else:
         axis.set_ylabel(main.replace("_", " ") + (" (nats)" if main.endswith("loss") else ""))
-    axis.label_outer()
+    axis.xaxis.label.set_visible(below)
+    axis.yaxis.label.set_visible(beside)
+    axis.tick_params(labelbottom=below, labelleft=beside)

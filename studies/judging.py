@@ -19,7 +19,7 @@ from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
 from stars_fast.data.samples import sample_noise
-from stars_fast.evaluation.addition import evaluate
+from stars_fast.evaluation.addition import evaluate, judged_on
 from stars_fast.evaluation.run_data import data_of, open_data
 from stars_fast.models.loop import Loop
 from stars_fast.models.saved import ModelSource, find_model, load_model
@@ -56,9 +56,10 @@ USUAL = Judged()
 def judge_run(folder: Path, device: torch.device, judged: Judged = USUAL) -> dict[str, Any]:
     """The figures of the run in `folder`, by number of turns as text.
 
-    Of sums: `accuracy` in [0, 1]; and as means over some samples `radius` (spectral radius of the
-        block at the state after so many turns), `rms` (root mean square of the state) and
-        `residual` (size of that turn's step over that of the state before); the shares of these
+    Of sums: `accuracy` in [0, 1], and that on further samples where the data have them, such as
+        `accuracy_2x` of strings twice as long; and as means over some samples `radius` (spectral
+        radius of the block at the state after so many turns), `rms` (root mean square of the state)
+        and `residual` (size of that turn's step over that of the state before); the shares of these
         samples that are `contracting` (a radius below 1), and whose radius `settled` to `TOLERANCE`
         (that of others is an estimate).
         Where `judged` asks, `lately` (the mean accuracy of the newest checkpoints) and `apart` (how
@@ -122,13 +123,16 @@ def _newest(run: RunFolder, count: int) -> list[Path]:
 
 def _judge_sums(source: ModelSource, device: torch.device, judged: Judged) -> dict[str, Any]:
     loop = source.family.loop(load_model(source, device=str(device)))
-    sums = open_data(source).held_out
-    assert sums is not None
+    unseen = judged_on(open_data(source))
+    sums = unseen["accuracy"]
     batch = to_device(micro_batch(sums, np.arange(min(SAMPLES, len(sums)))), device)
     config = load_config(str(source.run.path))
     outside = loop.outside_block(len(batch.labels) / batch.tokens.numel())
     found = {
-        "accuracy": evaluate(loop, sums, list(range(1, judged.deepest + 1))),
+        **{
+            name: evaluate(loop, each, list(range(1, judged.deepest + 1)))
+            for name, each in unseen.items()
+        },
         **_states(loop, batch, judged.deepest),
         "counted_cost": relative_cost(config, outside),
     }

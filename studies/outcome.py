@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stars_fast.base.files import write_text
-from studies.curves import SettingCurves, gather, growth, least
+from studies.curves import LENGTH, SettingCurves, by_length, gather, growth, least
 from studies.definition import Study
 from studies.findings import FIXED, judge_findings
 from studies.judging import LATELY
@@ -15,6 +15,9 @@ from studies.verdicts import Verdict
 
 TABLE_TURNS = (1, 2, 4, 8, 16, 32, 64, 100, 200)
 """Turns that the table has a column for, where there are more than these."""
+
+MANY = 20
+"""Lines on runs that are not done, up to which each has its own."""
 
 _NOTE = (
     "Radius: the block's spectral radius at the state after so many turns, mean of some samples, "
@@ -26,7 +29,8 @@ _COSTS = (
     "Least: over all turns from 4 on; last four: over some of them, of the mean of the newest "
     f"checkpoints on {LATELY} sums. "
     "Apart: how far the state that follows a first state of noise is from the usual one, over its "
-    "size. Cost: over SFT, by count of turns and by seconds of training."
+    "size. Cost: of a step over SFT's, by count of turns, in which an adapter is free; "
+    "`python -m benchmarks.rivals_cost` measures it."
 )
 
 
@@ -48,21 +52,22 @@ def write_outcome(
         "title": study.title,
         "asks": study.asks,
         "scale": scale,
-        "base": study.scales[scale].base,
-        "settings": study.scales[scale].settings,
+        "base": study.at(scale).base,
+        "settings": study.at(scale).settings,
         "overrides": list(words),
         "findings": [verdict.to_dict() for verdict in verdicts],
         "runs": list(records),
     }
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "study.json", json.dumps(content, indent=1) + "\n")
-    results = gather(records)
+    results = by_length(gather(records))
     text = outcome_table(study, scale, records, results, verdicts)
     write_text(out / "table.md", text)
     if results:
         from studies.figure import draw_panels
 
-        draw_panels(results, out / "figure.png", title=study.title, panels=study.panels)
+        panels = LENGTH if results and LENGTH in results[0].levels else study.panels
+        draw_panels(results, out / "figure.png", title=study.title, panels=panels)
     return text
 
 
@@ -78,7 +83,7 @@ def outcome_table(
     if results:
         rows = _rows(results)
         if study.reference is not None:
-            rows = _beside(rows, _cost_columns(results, study.reference))
+            rows = _beside(rows, _cost_columns(results))
         blocks += [rows, [_NOTE] if "radius" in results[0].median else []]
         blocks += [[_COSTS] if study.reference is not None else []]
     blocks.append(_left_out(records))
@@ -117,17 +122,24 @@ def _rows(results: Sequence[SettingCurves]) -> list[str]:
 
 
 def _left_out(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Lines on the runs that are not done, and how many there are."""
-    seeds: dict[str, list[str]] = {}
+    """Lines on the runs that are not done, and how many there are; more than `MANY` of several
+    factors in one line for each level of the first."""
+    seeds: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for entry in records:
         if entry["status"] != "done":
             what = f"{entry['status']}: {entry['failed']}" if "failed" in entry else entry["status"]
-            seeds.setdefault(f"{entry['label']}, {{}}: {what}", []).append(str(entry["seed"]))
+            seeds.setdefault((tuple(entry["levels"].values()), what), []).append(str(entry["seed"]))
     done = sum(entry["status"] == "done" for entry in records)
     head = [f"{done} of {len(records)} runs are done. The others:", ""] if seeds else []
+    lines: dict[tuple[str, str], list[str]] = {}
+    for (levels, what), of in seeds.items():
+        where = f"{'seed' if len(of) == 1 else 'seeds'} {', '.join(of)}: {what}"
+        split = 1 if len(seeds) > MANY else len(levels)
+        rest = ", ".join(levels[split:])
+        lines.setdefault((", ".join(levels[:split]), where), []).append(rest)
     return head + [
-        f"- {line.format(('seed ' if len(of) == 1 else 'seeds ') + ', '.join(of))}"
-        for line, of in seeds.items()
+        f"- {name}, {where}" + (f": {'; '.join(rests)}" if rests[0] else "")
+        for (name, where), rests in lines.items()
     ]
 
 
@@ -140,9 +152,8 @@ def _beside(rows: list[str], columns: Sequence[Sequence[str]]) -> list[str]:
     return joined
 
 
-def _cost_columns(results: Sequence[SettingCurves], reference: str) -> list[list[str]]:
+def _cost_columns(results: Sequence[SettingCurves]) -> list[list[str]]:
     """Columns on what holds at all turns, and on costs; a dash where there is no figure."""
-    seconds = {result.label: result.seconds for result in results}.get(reference, math.nan)
 
     def least_of(result: SettingCurves, name: str) -> float:
         return 100 * least(result.low[name], FIXED) if name in result.low else math.nan
@@ -151,8 +162,7 @@ def _cost_columns(results: Sequence[SettingCurves], reference: str) -> list[list
         "least (%)": [least_of(result, "accuracy") for result in results],
         "last four (%)": [least_of(result, "lately") for result in results],
         "apart": [_last(result, "apart") for result in results],
-        "cost, counted": [result.cost for result in results],
-        "cost, measured": [result.seconds / seconds for result in results],
+        "cost": [result.cost for result in results],
     }
     forms = {"least (%)": ".1f", "last four (%)": ".1f", "apart": ".2g"}
     return [

@@ -179,7 +179,7 @@ SETTINGS = {
     "train --steps 3": "usage: stars-fast train RECIPE",
     "train nothing": "no recipe, YAML file or run folder named 'nothing'",
     "train no.yaml": "cannot read the recipe no.yaml: No such file or directory",
-    "train full": "cannot read the recipe full/config.yaml",
+    "train full": "full is a folder without config.yaml",
     "train empty.yaml": "recipe empty.yaml is empty",
     "train list.yaml": "recipe list.yaml: expected a mapping, got list",
     "train broken.yaml": "recipe broken.yaml: not YAML: expected the node content, but found",

@@ -192,6 +192,22 @@ def test_recipes_are_listed_with_a_line_each_without_loading_torch(capsys):
     assert all(len(line) == 2 for line in lines)
 
 
+def test_recipes_on_a_narrow_terminal():
+    from stars_fast.commands.recipes import listing
+
+    narrow = listing(80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert " ".join(listing().split()) in " ".join(narrow.split())
+    assert "stars-fast train addition-quick" in narrow
+
+
+def test_a_recipe_says_which_settings_it_does_not_read(capsys):
+    assert main(["recipes", "addition-quick"]) == 0
+    head = " ".join(line for line in capsys.readouterr().out.splitlines() if line[0] == "#")
+    assert "penalty.weight, " in head
+    assert "optim.lr" not in head
+
+
 @pytest.mark.slow
 def test_what_reads_and_counts_loads_none_of_torchs_compilers():
     """They take as long as torch itself; checkpoints, CausalBias and `torch.compiler.disable`

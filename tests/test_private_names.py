@@ -422,6 +422,26 @@ def test_a_global_hook_with_keywords_is_kept_by_its_number():
     assert kept == {}
 
 
+@rests_on(
+    "torch.nn.modules.module._global_forward_pre_hooks",
+    "torch.nn.modules.module._global_forward_hooks",
+    "torch.nn.modules.module._global_backward_pre_hooks",
+    "torch.nn.modules.module._global_backward_hooks",
+)
+def test_hooks_of_all_modules_are_kept_in_these_dictionaries():
+    of_all = torch.nn.modules.module
+    for kind, kept in (
+        ("forward_pre", of_all._global_forward_pre_hooks),
+        ("forward", of_all._global_forward_hooks),
+        ("full_backward_pre", of_all._global_backward_pre_hooks),
+        ("full_backward", of_all._global_backward_hooks),
+    ):
+        hook = getattr(of_all, f"register_module_{kind}_hook")(print)
+        assert list(kept.values()) == [print]
+        hook.remove()
+        assert not kept
+
+
 def test_function_apply_can_be_put_in_place_and_back():
     """No private name, but the one place where torch's class is changed (`dual/patches.py`)."""
     plain = torch.autograd.Function.__dict__["apply"]
@@ -467,6 +487,11 @@ def test_modules_keep_their_parts_in_these_dictionaries():
 
 
 def test_tensors_count_changes_and_know_their_base():
+    x = torch.zeros(3, requires_grad=True)
+    assert not x._backward_hooks
+    assert not x._post_accumulate_grad_hooks
+    x.register_post_accumulate_grad_hook(print)
+    assert len(x._post_accumulate_grad_hooks) == 1
     x = torch.zeros(3)
     before = x._version
     view = x[:2]

@@ -84,10 +84,11 @@ def parser() -> Parser:
     """The parser of the command's options."""
     parser = Parser(
         "stars-fast eval",
-        description="Accuracy at each number of turns, for each model: a table, a JSON file and a "
-        "figure. Of runs of the addition study it is exact match on unseen samples; of language "
-        "models (runs, checkpoints, adapters, ids of the hub) benchmarks of lm-eval, or the token "
-        "loss on a text. A standard model has one row, beside looped ones at each number of turns.",
+        description="Accuracy at each number of turns, for each model: a table, a JSON file and a\n"
+        "figure. Of runs of the addition study it is exact match on unseen samples; of\n"
+        "language models (runs, checkpoints, adapters, ids of the hub) benchmarks of\n"
+        "lm-eval, or the token loss on a text. A standard model has one row, beside\n"
+        "looped ones at each number of turns.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -155,9 +156,9 @@ def parser() -> Parser:
     )  # fmt: skip
     add("--temperature", type=float, metavar="T", help="of the samples (default 0.6)")
     add(
-        "--backend", choices=("native", "vllm", "native,vllm"),
-        help="default native; both: vllm where it knows the model, after a comparison of 20 greedy "
-        "answers",
+        "--backend", choices=("native", "vllm", "native,vllm"), metavar="NAME",
+        help="native (default), vllm, or native,vllm: vllm where it knows the model, after a "
+        "comparison of 20 greedy answers",
     )  # fmt: skip
 
     text = parser.add_argument_group("token loss")

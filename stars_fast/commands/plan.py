@@ -92,6 +92,8 @@ def describe(found: Plan) -> str:
         lines.append(f"        does not fit; would: {changes}")
     if found.steps is not None and found.tokens is not None:
         lines.append(f"run     {found.steps:,} steps, {found.tokens / 1e6:,.1f} M tokens")
+    if found.adapted:
+        lines.append("host    of adapters by their count of ops, which no GPU has timed")
     return "\n".join([*lines, "", _ways(found)])
 
 

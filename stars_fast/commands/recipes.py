@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stars_fast.base import tree
+from stars_fast.base.errors import ConfigError
 from stars_fast.base.optional import need
 from stars_fast.base.options import Parser
 from stars_fast.training.recipes import base_of, read_recipe, recipe_names
+
+_NEXT = (
+    "a first one      stars-fast train addition-quick",
+    "what it says     stars-fast recipes addition-quick",
+    "what it takes    stars-fast train addition-quick --dry-run",
+)
 
 
 def main(words: Sequence[str]) -> int:
@@ -18,7 +29,7 @@ def main(words: Sequence[str]) -> int:
     """
     options = parser().parse_args(words)
     if options.recipe is None:
-        print(_listing())
+        print(listing(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     else:
         print(resolved(options.recipe, options.all))
     return 0
@@ -38,11 +49,17 @@ def parser() -> Parser:
     return found
 
 
-def _listing() -> str:
+def listing(width: int | None = None) -> str:
+    """The recipes, a line each; for a terminal of so many columns broken into lines, with what one
+    does next."""
     names = recipe_names()
-    width = max(map(len, names), default=0)
-    rows = (f"{name:{width}}  {read_recipe(name).get('description', '')}" for name in names)
-    return "\n".join(row.rstrip() for row in rows)
+    room = max(map(len, names), default=0) + 2
+    rows = (f"{name:{room}}{read_recipe(name).get('description', '')}" for name in names)
+    if width is None:
+        return "\n".join(row.rstrip() for row in rows)
+    width, moved = max(width, 2 * room), room * " "
+    lines = [textwrap.fill(row, width, subsequent_indent=moved) for row in rows]
+    return "\n".join([*lines, "", *_NEXT])
 
 
 def resolved(recipe: str, every: bool = False) -> str:
@@ -64,4 +81,23 @@ def resolved(recipe: str, every: bool = False) -> str:
         chain, each = [*chain, each], base_of(each)
     said = "every field" if every else "what it says; every field: --all"
     head = f"# {' on '.join(chain)}: {said}\n"
+    if not every and (idle := _idle(recipe, content)):
+        head += textwrap.fill(
+            f"without effect, the other settings being what they are: {', '.join(idle)}",
+            initial_indent="# ",
+            subsequent_indent="# ",
+        )
+        head += "\n"
     return (head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)).rstrip()
+
+
+def _idle(recipe: str, content: Mapping[str, Any]) -> list[str]:
+    """Settings of a recipe that its runs do not read; none of one that leaves something open."""
+    from stars_fast.training.config import load_config
+    from stars_fast.training.unread import unread
+
+    try:
+        found = unread(load_config(recipe))
+    except ConfigError:
+        return []
+    return [path for path in tree.flat_mapping(content) if path in found]

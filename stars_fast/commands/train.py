@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,7 +51,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the recipe, a field or the folder can't be used.
     """
-    words = list(words)
+    words = [_plain_flag(word) for word in words]
     if {"-h", "--help", "--help-all"} & set(words):
         print(_help(words))
         return 0
@@ -74,6 +76,21 @@ def main(words: Sequence[str]) -> int:
         print(outlook(config, resume))
         return 0
     return _run(config, resume)
+
+
+def _plain_flag(word: str) -> str:
+    """A flag in its one spelling, `--dry_run` as `--dry-run`; other words as they are.
+
+    Raises:
+        ConfigError: a flag with a value.
+    """
+    name, has_value, value = word.partition("=")
+    flag = name.replace("_", "-")
+    if flag not in (*_FLAGS, "--help", "--help-all"):
+        return word
+    if has_value:
+        raise ConfigError(f"{flag}: expected no value, got {value!r}; leave the flag out for no")
+    return flag
 
 
 def _run(config: Any, resume: bool) -> int:
@@ -189,13 +206,19 @@ def _fields(
         kind = tree.type_name(field.type)
         if values is not None:
             lines.append(f"  --{path} {_shown(values[path])}")
-            lines.append(f"      {field.help} ({kind})")
+            lines += _wrapped(f"{field.help} ({kind})")
             continue
         default = "" if field.default is tree.REQUIRED else f" (default {_shown(field.default)})"
         default = " (default from the data)" if path in from_data else default
         lines.append(f"  --{path} {kind}")
-        lines.append(f"      {field.help}{default}".rstrip())
+        lines += _wrapped(f"{field.help}{default}".rstrip())
     return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    """The text in lines that fit the terminal, moved in."""
+    width, room = max(shutil.get_terminal_size().columns, 60), 6 * " "
+    return textwrap.wrap(text, width, initial_indent=room, subsequent_indent=room) or [room]
 
 
 def _shown(value: Any) -> str:

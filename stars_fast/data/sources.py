@@ -244,11 +244,43 @@ def _load(
     except StopIteration as error:  # a file without a byte
         raise ValueError(f"data.source: {config.source} is empty") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        if unlike := _unlike(paths):
+            raise ValueError(f"data.source: {unlike}") from error
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         raise ValueError(
             f"data.source: can't load {config.source} (subset {config.subset}, split "
             f"{config.split}): {error}{cause}"
         ) from error
+
+
+def _unlike(paths: Sequence[Path]) -> str | None:
+    """The first two files with different columns, in words; None if there are none."""
+    first: list[str] = []
+    for path in paths:
+        try:
+            columns = _columns_of(path)
+        except (OSError, ValueError, AttributeError, IndexError):
+            return None  # it can't be read, or its rows have no names
+        first = first or columns
+        if set(columns) != set(first):
+            return (
+                f"expected files with the same columns, got {', '.join(first)} in {paths[0]} and "
+                f"{', '.join(columns)} in {path}"
+            )
+    return None
+
+
+def _columns_of(path: Path) -> list[str]:
+    """The columns of a file, of JSON those of its first row."""
+    if path.suffix in _TABLES:
+        return list(need("pandas", "tables").read_csv(path, sep=_TABLES[path.suffix], nrows=0))
+    if path.suffix == ".parquet":
+        return need("pyarrow.parquet", "tables").read_schema(path).names
+    with path.open(encoding="utf-8") as file:
+        line = next((line for line in file if line.strip()), "")
+    if line.lstrip().startswith("["):  # all rows in one list
+        return list(json.loads(path.read_text(encoding="utf-8"))[0].keys())
+    return list(json.loads(line).keys())
 
 
 def _no_subset(config: ChatDataConfig) -> None:

@@ -19,6 +19,10 @@ _OLDER = "adapter_model.bin"
 _PREFIX = "base_model.model."
 """PEFT's name of the adapted model within its own."""
 
+_NOT_TAKEN = ("modules_to_save", "layer_replication", "alora_invocation_tokens")
+"""Fields that an adapter's configuration may not have set: whole modules, more layers, and (aLoRA)
+an adapter of the tokens after a certain sequence alone, which PEFT's own model looks for."""
+
 
 def adapter_base(path: str | Path) -> str | None:
     """The base model, a folder or hub id, of the adapter in a local folder; None for a folder
@@ -49,8 +53,8 @@ def load_adapter(path: str | Path, model: nn.Module) -> None:
     """Put the LoRA adapter of a folder on its base model, in place.
 
     Raises:
-        ValueError: it is no LoRA adapter, trains more than adapters, does not fit the model, or its
-            weights are missing or can't be read.
+        ValueError: it is no LoRA adapter, asks for more than is taken (it is named), does not fit
+            the model, or its weights are missing or can't be read.
     """
     peft = need("peft", "LoRA adapters")
     damaged = need("safetensors", "checkpoints").SafetensorError
@@ -59,12 +63,12 @@ def load_adapter(path: str | Path, model: nn.Module) -> None:
         raise ValueError(f"{path}: expected {_WEIGHTS} beside {CONFIG}, got a folder without it")
     config = peft.PeftConfig.from_pretrained(str(path))
     lora = config.peft_type == peft.PeftType.LORA
-    repeated = config.layer_replication if lora else None
-    if not lora or config.modules_to_save or repeated:
-        kind = f"{config.peft_type.value}, modules_to_save {config.modules_to_save}"
-        kind += f", layer_replication {repeated}" if repeated else ""
+    asked = {name: getattr(config, name, None) for name in _NOT_TAKEN}
+    if not lora or any(asked.values()):
+        said = [f"{name} {value}" for name, value in asked.items() if value]
         raise ValueError(
-            f"{path}: expected a LoRA adapter and no whole modules or more layers, got {kind}"
+            f"{path}: expected a LoRA adapter of all tokens and no whole modules or more layers, "
+            f"got {', '.join([config.peft_type.value, *said])}"
         )
     try:
         peft.inject_adapter_in_model(config, model, ADAPTER)

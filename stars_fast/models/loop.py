@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stars_fast.data.batches import MicroBatch
+from stars_fast.models.plain_linear import is_plain_linear
+from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
 Turn = Callable[[Tensor], Tensor]
@@ -110,3 +112,15 @@ def token_loss(
     logits = head(h.flatten(0, 1).index_select(0, positions))
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, labels, reduction="sum")
+
+
+def head_loss(
+    head: nn.Module | Callable[[Tensor], Tensor], h: Tensor, batch: MicroBatch, count: int
+) -> Tensor:
+    """`Loop.token_loss` of the coda's output h [B, S, D]: without a tensor of all logits where the
+    head is a linear map without bias and nothing else, by calling it where it is more."""
+    if not is_plain_linear(head) or head.bias is not None:
+        return token_loss(head, h, batch.positions, batch.labels) / count
+    rows = h.flatten(0, 1).index_select(0, batch.positions)
+    found = linear_cross_entropy(rows, head.weight, batch.labels, ignore_index=None, count=count)
+    return found.loss

@@ -12,20 +12,24 @@ read them.
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
 _LOOP_WORDS = frozenset(
     "loop loops looped looping recur recurs recurrence recurrences recurrent recurse recursion "
-    "recursions recursive ut universal ponder pondering cycles".split()
+    "recursions recursive ut universal ponder pondering cycles unroll unrolls unrolled".split()
 )
 # Of the words of a key these say by themselves that something runs more than once; those below do
-# so only where the key is a count of them and nothing else: `num_repeats`, `n_iterations`, but not
-# `no_repeat_ngram_size`, `sinkhorn_iterations` or `time_step_max`.
+# so only where the key is a count of them, of layers or not, and nothing else: `num_repeats`,
+# `n_iterations`, `layer_repeats`, but not `no_repeat_ngram_size`, `sinkhorn_iterations` or
+# `time_step_max`.
 _COUNTED_WORDS = frozenset(
-    "repeat repeats repetitions iteration iterations iters turns passes steps".split()
+    "repeat repeats repeated repetition repetitions iter iters iteration iterations turns passes "
+    "reuse reuses steps".split()
 )
-_COUNTS = frozenset("num n number of total mean".split())
+_COUNTS = frozenset("num n number of total mean count layer layers core".split())
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Settings of Nanbeige by which its layers are more than a map of one state.
 _NO_PLAIN_TURN = (
@@ -58,13 +62,37 @@ def norm_closes_turn(config: Any) -> bool:
         odd = {name: getattr(config, name, None) for name in _NO_PLAIN_TURN}
         told |= {name: value for name, value in odd.items() if value}
     if told:
-        named = ", ".join(f"{name}={value!r}" for name, value in told.items())
         raise ValueError(
             "model: expected a configuration whose loop is known (Ouro's, or Nanbeige's num_loops "
-            f"and skip_loop_final_norm), got {named}; say what one turn is by layers=slice(...) "
-            "and norm=True or False"
+            f"and skip_loop_final_norm), got {_listed(told)}; say what one turn is by "
+            "layers=slice(...) and norm=True or False"
         )
     return looped
+
+
+def refuse_unread_loop(config: Mapping[str, Any], kind: type) -> None:
+    """Refuse a configuration that tells of a loop which a model of its class does not run: by keys
+    that the class does not have. (A class that has them loops by itself.)
+
+    Args:
+        config: what config.json says.
+        kind: the class of the configuration.
+
+    Raises:
+        ValueError: the keys are named.
+    """
+    made = [each for each in kind.__mro__[:-1] if "__init__" in vars(each)]
+    read = {name for each in made for name in inspect.signature(each).parameters}
+    told = {n: value for n, value in config.items() if n not in read and _tells(n, value)}
+    if told:
+        raise ValueError(
+            "model: expected a configuration whose loop is known and run by its class, got "
+            f"{_listed(told)}, which {kind.__name__} does not read"
+        )
+
+
+def _listed(told: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in told.items())
 
 
 def _tells(name: str, value: Any) -> bool:

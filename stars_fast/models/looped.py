@@ -61,7 +61,7 @@ class LoopedLM(nn.Module):
     def _new_adapter(self) -> Adapter | None:
         if self.config.injection != "adapter":
             return None
-        adapter = Adapter(self.config.d_model, self.config.state == "prelude")
+        adapter = Adapter(self.config.d_model, self.config.adapter_keeps_state)
         adapter.linear.weight.copy_(adapter.start())
         return adapter
 

@@ -12,6 +12,7 @@ from stars_fast.models.injection import INJECTIONS
 PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")
 NORMS = ("layernorm", "rmsnorm", "simplenorm")
 STATES = ("prelude", "noise")
+ADAPTER_STARTS = ("state", "inputs")
 POSITIONS = ("learned", "none")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -40,6 +41,9 @@ class LoopedConfig:
         is added to the state), or adapter (a linear map of both).
     state: what the first turn starts from: prelude (its output), or noise (standard normal: drawn
         anew in training, else a function of the token's place), for which there is an injection.
+    adapter_start: what an adapter gives before training: state (a turn is what it would be without
+        one), or inputs (the prelude's output alone, so that the state is learned to be used); none
+        for state where the first state is the prelude's output, else inputs.
     positions: learned, a vector for each of max_length places; or none, where only causality and
         the window tell tokens apart, so that longer sequences hold no unknown place.
     window: tokens that attention sees, itself and those before it; none for all. What a token knows
@@ -63,6 +67,7 @@ class LoopedConfig:
     dropout: float = 0.0
     injection: str = "none"
     state: str = "prelude"
+    adapter_start: str | None = None
     positions: str = "learned"
     window: int | None = None
 
@@ -85,6 +90,16 @@ class LoopedConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
+        if self.adapter_start not in (None, *ADAPTER_STARTS):
+            raise ValueError(
+                f"adapter_start: expected one of {ADAPTER_STARTS} or none, got "
+                f"{self.adapter_start!r}"
+            )
+        if self.adapter_start is not None and self.injection != "adapter":
+            raise ValueError(
+                f"adapter_start: expected none with injection {self.injection}, which has no "
+                f"adapter, got {self.adapter_start}"
+            )
         if self.window is not None:
             check_integer("window", self.window, 2)
         if self.injection == "none" and self.state != "prelude":
@@ -94,3 +109,9 @@ class LoopedConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: expected a value in [0, 1), got {self.dropout!r}")
+
+    @property
+    def adapter_keeps_state(self) -> bool:
+        """Whether an adapter gives the state before training, and not the prelude's output."""
+        usual = "state" if self.state == "prelude" else "inputs"
+        return (self.adapter_start or usual) == "state"

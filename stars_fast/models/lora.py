@@ -109,6 +109,7 @@ def adapt(loop: Loop, config: LoraConfig, dtype: torch.dtype, seed: int) -> None
         lora_alpha=config.rank if config.alpha is None else config.alpha,
         lora_dropout=config.dropout,
         target_modules=_shortest(loop.model, chosen),
+        fan_in_fan_out=not any(isinstance(each, nn.Linear) for each in maps),
     )
     loop.model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
@@ -131,8 +132,10 @@ def target_names(loop: Loop, targets: Sequence[str]) -> list[str]:
     linear = [
         name
         for name, module in loop.model.named_modules()
-        if id(module) in inside and isinstance(module, nn.Linear)
+        if id(module) in inside and _is_linear(module)
     ]
+    if not linear:
+        raise ConfigError("lora.rank: expected a block with linear maps, got one without")
     if tuple(targets) == (ALL_LINEAR,):
         return linear
     unknown = [each for each in targets if not any(_is_named(name, each) for name in linear)]
@@ -168,6 +171,17 @@ def fingerprint(model: nn.Module) -> str:
 
 def _bits(p: nn.Parameter, dtypes: dict[int, torch.dtype]) -> torch.Tensor:
     return p.detach().contiguous().view(dtypes[p.element_size()])
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether PEFT adapts a module as a linear map: torch's, or the transposed one of GPT-2."""
+    if isinstance(module, nn.Linear):
+        return True
+    if not type(module).__module__.startswith("transformers."):
+        return False
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
 
 
 def _is_named(name: str, target: str) -> bool:

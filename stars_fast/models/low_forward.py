@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stars_fast import functional
+from stars_fast.models.hooks import is_hooked
 from stars_fast.ops.low_weights import LowWeights
 
 
@@ -37,7 +38,9 @@ class LowForward:
         given = [p for p in (self.module.weight, self.module.bias) if p is not None]
         known = [*self.low.weights, *self.low.biases]
         return len(given) == len(known) and all(
-            p is q and p.requires_grad == self.low.trained and not p._backward_hooks
+            p is q
+            and p.requires_grad == self.low.trained
+            and not (p._backward_hooks or p._post_accumulate_grad_hooks)
             for p, q in zip(given, known, strict=True)
         )
 
@@ -49,6 +52,6 @@ def joint_low(maps: Sequence[nn.Module], x: Tensor) -> LowWeights | None:
     if type(found) is not LowForward or found.maps != tuple(maps):
         return None
     for each in maps:
-        if type(vars(each).get("forward")) is not LowForward:
+        if type(vars(each).get("forward")) is not LowForward or is_hooked(each):
             return None
     return found.joint if torch.is_autocast_enabled(x.device.type) else None

@@ -40,10 +40,14 @@ def merge(model: nn.Module) -> nn.Module:
         `model`.
 
     Raises:
-        ValueError: what was added is not finite.
+        ValueError: what was added is not finite, or PEFT can't add it, as a bias to a map without
+            one.
     """
     for name, layer in adapted_layers(model).items():
-        layer.merge(safe_merge=True)
+        try:
+            layer.merge(safe_merge=True)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ValueError(f"adapter: can't be merged into {name}: {error}") from error
         _replace(model, name, layer.get_base_layer())
     wrapped = [name for name, each in model.named_modules() if hasattr(each, "token_adapter")]
     for name in wrapped:

@@ -6,21 +6,21 @@ from torch import Tensor, nn
 
 from stars_fast import functional
 from stars_fast.dual.tensor import Dual
+from stars_fast.models.hooks import is_hooked
 from stars_fast.models.low_forward import joint_low
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether the weights of a module may be read without calling it: no hook stands before or
-    after it or its backward, its `forward` is its class's (accelerate puts another in place that
+    """Whether the weights of a module may be read without calling it: no hook waits for the call
+    (`hooks.is_hooked`), its `forward` is its class's (accelerate puts another in place that
     fetches weights from elsewhere), and they are plain tensors, not quantised or sharded ones."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    if forward or module._backward_hooks or module._backward_pre_hooks or "forward" in vars(module):
+    if is_hooked(module) or "forward" in vars(module):
         return False
     # What a subclass of tensors made of others has to define: torchao's, DTensor, ...
     return not any(hasattr(weight, "__tensor_flatten__") for weight in module._parameters.values())
 
 
-def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+def is_plain_linear(module: object) -> TypeGuard[nn.Linear]:
     """Whether a module is its weight and bias and nothing else: no adapter, no hook, not
     quantised, sharded or kept elsewhere."""
     return type(module) is nn.Linear and is_plain(module)

@@ -4,7 +4,6 @@ ones are judged."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from stars_fast.models.adapter_folder import adapter_base, load_adapter
 from stars_fast.models.cast import cast
 from stars_fast.models.families import checkpoint_config, families
 from stars_fast.models.folders import check_exists, check_folder, has_tokenizer
-from stars_fast.models.loop_keys import norm_closes_turn
+from stars_fast.models.loop_keys import refuse_unread_loop
 from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.saved import identity_of, label_of
 
@@ -136,19 +135,9 @@ def _check_causal(path: str, config: dict[str, Any]) -> None:
 
 
 def _check_runs_once(path: str, config: dict[str, Any]) -> None:
-    """Refuse a configuration that tells of a loop by keys that its class of transformers does not
-    have, and so does not read. (A class that has them loops by itself.)"""
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING
 
-    kind = config["model_type"]
-    read = AutoConfig.for_model(kind).to_dict()
-    unread = {name: value for name, value in config.items() if name not in read}
     try:
-        loops = norm_closes_turn(SimpleNamespace(**unread, model_type=kind))
+        refuse_unread_loop(config, CONFIG_MAPPING[config["model_type"]])
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    if loops:
-        raise ConfigError(
-            f"{path}: expected a model that runs its layers once, and its config.json tells of a "
-            f"loop, which {kind} of transformers does not run"
-        )

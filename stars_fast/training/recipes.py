@@ -68,8 +68,18 @@ def _base(mapping: dict[str, Any], recipe: str) -> str | None:
 
 
 def _recipe_text(recipe: str) -> str:
+    if not recipe.strip():
+        raise ConfigError(
+            f"RECIPE: expected the name of a recipe, a YAML file or a run folder, got {recipe!r}; "
+            "see stars-fast recipes"
+        )
     path = Path(recipe)
     if path.is_dir():
+        if not (path / "config.yaml").exists():
+            raise ConfigError(
+                f"{recipe} is a folder without config.yaml: expected a recipe, a YAML file or a "
+                "run folder"
+            )
         path = path / "config.yaml"
     if path.suffix in (".yaml", ".yml"):
         try:

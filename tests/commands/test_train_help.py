@@ -73,3 +73,42 @@ def test_a_dry_run_counts_as_the_run_does(capsys, tmp_path, monkeypatch):
     assert main([*words, "--dry-run"]) == 2
     assert "exists; continue that run" in capsys.readouterr().err
     assert "continues" in said(capsys, *words, "--dry-run", "--resume")
+
+
+def refused(capsys, *words):
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+def test_flags_take_no_value_and_either_spelling(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for word in ("--dry-run=1", "--dry_run=1"):
+        told = refused(capsys, "train", "addition-quick", word)
+        assert "--dry-run: expected no value, got '1'" in told
+    assert said(capsys, "train", "addition-quick", "--dry_run").endswith("made or loaded\n")
+
+
+def test_what_is_no_recipe_is_called_so(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "RECIPE: expected the name of a recipe" in refused(capsys, "train", "")
+    assert "is a folder without config.yaml" in refused(capsys, "recipes", str(tmp_path))
+
+
+def test_a_dry_run_sees_what_is_in_the_way(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    told = refused(capsys, "train", "addition-quick", "--dry-run", "--out", "file/run")
+    assert f"file/run can't be a run folder: {tmp_path / 'file'} is a file" in told
+
+
+def test_a_dry_run_asks_no_hub(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+
+    def asked(*_, **__):
+        raise AssertionError("a name was looked up")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.getaddrinfo", asked)
+    words = ["--model.path", "nobody/nothing-here", "--dry-run"]
+    text = said(capsys, "train", "looped-smollm2", *words)
+    assert "size     not known: nobody/nothing-here is neither a folder here" in text

@@ -189,6 +189,27 @@ def test_tables_that_can_not_be_read(tmp_path, text, message):
         load(tmp_path / "rows.csv")
 
 
+@pytest.mark.parametrize("write", [jsonl, as_json, parquet, None], ids=str)
+def test_files_with_different_columns(tmp_path, write):
+    suffix = {None: "csv", parquet: "parquet"}.get(write, "json")
+    one, other = tmp_path / f"1.{suffix}", tmp_path / f"2.{suffix}"
+    if write is None:
+        one.write_text("question,answer\n1,2\n")
+        other.write_text("prompt,reply\n1,2\n")
+    else:
+        write(one, [{"question": "1", "answer": "2"}])
+        write(other, [{"prompt": "1", "reply": "2"}])
+    expected = f"same columns, got question, answer in {one} and prompt, reply in {other}"
+    with pytest.raises(ValueError, match=f"data.source: expected files with the {expected}"):
+        load(tmp_path / f"*.{suffix}")
+
+
+def test_columns_in_another_order_are_the_same(tmp_path):
+    (tmp_path / "1.csv").write_text("question,answer\nq1,a1\n")
+    (tmp_path / "2.csv").write_text("answer,question\na2,q2\n")
+    assert load(tmp_path / "*.csv")["answer"][:] == ["a1", "a2"]
+
+
 def test_a_name_with_brackets_is_no_pattern(tmp_path):
     jsonl(tmp_path / "rows[1] *.jsonl")
     assert load(tmp_path / "rows[1] *.jsonl").to_list() == ROWS

@@ -51,6 +51,28 @@ def test_an_adapter_starts_as_the_turn_without():
     torch.testing.assert_close(adapted(TOKENS, 3), plain(TOKENS, 3))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("state", ["prelude", "noise"])
+def test_an_adapter_that_starts_as_the_inputs_repeats_the_first_turn(state):
+    plain, adapted = model_of(injection="none"), model_of(state=state, adapter_start="inputs")
+    adapted.adapter.linear.weight.copy_(adapted.adapter.start())
+    torch.testing.assert_close(adapted(TOKENS, 3), plain(TOKENS, 1))
+    kept = LoopedConfig(14, 12, injection="adapter", state=state, adapter_start="state")
+    assert kept.adapter_keeps_state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter_start": "zero"}, "adapter_start: expected one of .* or none, got 'zero'"),
+        ({"adapter_start": "state", "injection": "add"}, "expected none with injection add"),
+    ],
+)
+def test_starts_of_an_adapter_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        model_of(**changes)
+
+
 def test_the_jacobian_is_that_in_the_state_alone():
     model = model_of(window=2, positions="none")
     e = model.prelude(TOKENS).detach()

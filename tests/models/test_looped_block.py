@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stars_fast import explain, fused_jsrr, fused_jvp
-from stars_fast.models.loop_keys import norm_closes_turn
+from stars_fast.models.loop_keys import norm_closes_turn, refuse_unread_loop
 from stars_fast.models.looped import LoopedConfig, LoopedLM
 from stars_fast.models.looped_block import looped_block
 from stars_fast.tokens import check_tokens, describe_tokens
@@ -296,6 +296,14 @@ UNKNOWN = {
     "L_cycles": 3,
     "pondering_steps": 2,
     "recursion_depths": [1, 2, 1],
+    "loop_count": 2,
+    "n_loop": 2,
+    "recurrent_depth": 2,
+    "layer_repeats": 2,
+    "num_layer_reuse": 3,
+    "core_repeat": 2,
+    "n_iter": 3,
+    "unroll_steps": 4,
 }
 
 
@@ -318,6 +326,10 @@ NO_LOOP = {
     "sinkhorn_iterations": 20,
     "repetition_penalty": 1.2,
     "max_steps": 1000,
+    "max_iters": 1000,
+    "num_block_repeats": [1, 2],
+    "repeats": 2,
+    "layer_count": 3,
     "outputs": 4,
     "tropes": "loops",
     "num_loops": 1,
@@ -349,6 +361,7 @@ def test_no_configuration_of_transformers_is_taken_for_a_loop():
         if not type(config).__module__.startswith("transformers."):  # another test registered it
             continue
         seen += 1
+        refuse_unread_loop(config.to_dict(), type(config))  # a class reads its own keys
         try:
             assert norm_closes_turn(config) == (kind == "ouro")
         except ValueError:

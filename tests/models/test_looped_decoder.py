@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from stars_fast.models.cast import cast
 from stars_fast.models.families.looped_decoder import LoopedDecoderLoop
+from stars_fast.models.huginn.retrofit import retrofit
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.looped_decoder import (
     LoopedDecoderCache,
@@ -445,6 +446,19 @@ def no_decoders():
     }
 
 
+@pytest.mark.parametrize("key", ["num_loops", "total_ut_steps", "num_recurrence"])
+def test_a_loop_that_the_decoder_does_not_run_is_named(key):
+    model = decoder("llama", **{key: 2})
+    for make in (
+        LoopedDecoderForCausalLM.from_decoder,
+        lambda model: retrofit(model, [0], [1, 2], [3]),
+    ):
+        with pytest.raises(ValueError, match=f"got {key}=2, which LlamaConfig does not read"):
+            make(model)
+    setattr(model.config, key, 1)
+    assert LoopedDecoderForCausalLM.from_decoder(model).config.total_ut_steps == 4
+
+
 def test_a_model_that_does_not_run_is_named():
     class Broken(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):
@@ -532,6 +546,8 @@ def test_a_decoder_unlike_the_rest_is_refused_in_one_sentence(kind):
         ({"block": 1}, r"make up the 4 layers .* got 1 \+ 1 \+ 1"),
         ({"prelude": 3}, "block: expected an integer >= 1, got 0"),
         ({"prelude": -1}, "prelude: expected an integer >= 0, got -1"),
+        ({"prelude": None}, "prelude: expected an integer >= 0, got None"),
+        ({"coda": "1"}, "coda: expected an integer >= 0, got '1'"),
         ({"layers": [0, 1, 9]}, r"different layers among 0 to 3, got \[0, 1, 9\]"),
         ({"layers": [0, 1, 1]}, r"different layers among 0 to 3, got \[0, 1, 1\]"),
         ({"injection": "concat"}, "injection: expected one of none, add, adapter, got 'concat'"),

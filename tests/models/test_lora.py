@@ -3,10 +3,12 @@ tangent, their merging, and their folders, which PEFT reads and writes too."""
 
 import copy
 import json
+import re
 
 import ouro_reference
 import pytest
 import torch
+from decoder_models import decoder
 from oracle import assert_dual_matches, assert_matches_differences, randn, relative_error
 from ouro_models import checkpoint, tokens
 from tolerances import BLOCK
@@ -16,11 +18,13 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.tree import build
 from stars_fast.models.adapter_folder import adapter_base, load_adapter, write_adapter
 from stars_fast.models.export import export_run
+from stars_fast.models.families.looped_decoder import LoopedDecoderLoop
 from stars_fast.models.families.looped_lm import LoopedLoop
 from stars_fast.models.families.ouro import OuroFamily, OuroLoop
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_block import looped_block
 from stars_fast.models.looped_config import LoopedConfig
+from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 from stars_fast.models.lora import LoraConfig, adapt, adapted_layers, fingerprint, target_names
 from stars_fast.models.merge import kept_share, merge
 from stars_fast.models.ouro import OuroForCausalLM
@@ -40,7 +44,12 @@ def looped(dtype=torch.float64, **fields):
     return LoopedLoop(LoopedLM(config).to(dtype))
 
 
-MADE = {"ouro": ouro, "looped_lm": looped}
+def looped_gpt2(dtype=torch.float64):
+    """Its linear maps are transposed ones of transformers."""
+    return LoopedDecoderLoop(LoopedDecoderForCausalLM.from_decoder(decoder("gpt2", dtype)))
+
+
+MADE = {"ouro": ouro, "looped_lm": looped, "looped_gpt2": looped_gpt2}
 
 
 def adapted(loop, moved=True, **settings):
@@ -78,6 +87,13 @@ def test_what_gets_an_adapter_is_what_was_asked_for(made):
     names = target_names(loop, ["all-linear"])
     adapted(loop)
     assert sorted(adapted_layers(loop.model)) == sorted(names)
+
+
+def test_a_block_without_linear_maps_is_named():
+    loop = ouro()
+    loop.model.model.layers = torch.nn.ModuleList([torch.nn.LayerNorm(8)])
+    with pytest.raises(ConfigError, match=r"lora.rank: expected a block with linear maps, got one"):
+        adapt(loop, LoraConfig(rank=2), torch.float64, 0)
 
 
 def test_targets_by_name():
@@ -351,6 +367,14 @@ def test_what_peft_writes_is_read_and_merged(tmp_path, kind):
     assert relative_error(merge(model)(ids, turns=2).logits, expected) <= BLOCK
 
 
+def test_a_bias_that_can_not_be_merged_is_named():
+    model = ouro().model
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True)
+    peft.inject_adapter_in_model(config, model, "default")
+    with pytest.raises(ValueError, match=r"adapter: can't be merged into model.*lora_bias"):
+        merge(model)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_tokens_trained_beside_adapters_are_exported(tmp_path, tied):
@@ -377,6 +401,11 @@ def test_what_an_adapter_may_not_ask_for(tmp_path):
     file.write_text(json.dumps(written | {"layer_replication": [[0, 2], [0, 2]]}))
     with pytest.raises(ValueError, match=r"or more layers, got .*layer_replication ..0, 2"):
         load_adapter(tmp_path, ouro().model)
+    for asked in ({"modules_to_save": ["lm_head"]}, {"alora_invocation_tokens": [5]}):
+        file.write_text(json.dumps(written | asked))
+        ((name, value),) = asked.items()
+        with pytest.raises(ValueError, match=re.escape(f"got LORA, {name} {value}")):
+            load_adapter(tmp_path, ouro().model)
     file.write_text(json.dumps(written | {"revision": "v2"}))
     with pytest.raises(ValueError, match="revision: expected null or main, got 'v2'"):
         adapter_base(tmp_path)

@@ -187,7 +187,7 @@ def test_what_is_more_than_its_weight_is_left_as_it_is():
     assert seen == [1]
 
 
-@pytest.mark.parametrize("change", ["replaced", "frozen", "hooked"])
+@pytest.mark.parametrize("change", ["replaced", "frozen", "hooked", "accumulated"])
 def test_parameters_that_are_not_what_they_were_go_without_their_copy(change):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -198,8 +198,10 @@ def test_parameters_that_are_not_what_they_were_go_without_their_copy(change):
         first.weight = nn.Parameter(first.weight.detach() + 1)
     elif change == "frozen":
         first.weight.requires_grad_(False)
-    else:
+    elif change == "hooked":
         first.weight.register_hook(lambda grad: seen.append(1) or 2 * grad)
+    else:
+        first.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(1))
     x = torch.randn(3, 4)
     with torch.autocast("cpu", BF16):
         y = model(x)
@@ -213,7 +215,7 @@ def test_parameters_that_are_not_what_they_were_go_without_their_copy(change):
             found = model[1](input=model[0](x))
         found.sum().backward()
     assert torch.equal(found, y)
-    assert len(seen) == (2 if change == "hooked" else 0)
+    assert len(seen) == (2 if change in ("hooked", "accumulated") else 0)
     for p, grad in zip(model.parameters(), expected, strict=True):
         # One use: the product of bf16 factors, rounded to bf16, as autocast's
         assert p.grad is None if grad is None else torch.equal(p.grad, grad)

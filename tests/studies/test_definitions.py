@@ -7,6 +7,7 @@ from studies_tiny import TINY
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.training.config import load_config
+from studies.__main__ import listing
 from studies.definition import (
     SCALES,
     parse_study,
@@ -24,8 +25,17 @@ RUNS = {
     "methods": 4,
     "ouro": 4,
     "ouro-ablation": 6,
-    "rivals": 82,
+    "rivals": 94,
+    "rivals-text": 9,
+    "parity": 9,
 }
+QUICK_ALONE = {"rivals-text", "parity"}
+COMPARED = {
+    "rivals": ({"decay_steps": 0}, {"backprop_turns": None}),
+    "rivals-text": ({}, {"backprop_turns": None}),
+    "parity": ({}, {"backprop_turns": None}),
+}
+"""Fields of `optim` and `train` that are among what a study compares."""
 
 
 def runs_of(name, scale="paper", **options):
@@ -36,8 +46,15 @@ def test_the_studies_of_the_paper_are_there():
     assert study_names() == sorted(RUNS)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        (name, scale)
+        for name in RUNS
+        for scale in SCALES
+        if scale == "quick" or name not in QUICK_ALONE
+    ],
+)
 def test_every_run_is_a_configuration_of_its_own(name, scale):
     runs = runs_of(name, scale, seeds=[0, 1])
     assert len(runs) == 2 * RUNS[name]
@@ -48,17 +65,22 @@ def test_every_run_is_a_configuration_of_its_own(name, scale):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_runs_of_a_study_differ_in_what_it_compares_only(name):
-    """Same steps, learning rate and data for all at either scale; the rivals differ in the decay
-    and in the turns that carry a gradient."""
-    for scale in SCALES:
+    """Same steps, learning rate and data for all at either scale, but for `COMPARED`."""
+    of_optim, of_train = COMPARED.get(name, ({}, {}))
+    for scale in read_study(name).scales:
         runs = runs_of(name, scale)
-        compared = {"decay_steps": 0} if name == "rivals" else {}
-        optims = [replace(run.config.optim, **compared) for run in runs]
-        compared = {"backprop_turns": None} if name == "rivals" else {}
-        trains = [replace(run.config.train, **compared) for run in runs]
+        optims = [replace(run.config.optim, **of_optim) for run in runs]
+        trains = [replace(run.config.train, **of_train) for run in runs]
         assert all(optim == optims[0] for optim in optims)
         assert all(train == trains[0] for train in trains)
         assert all(run.config.data == runs[0].config.data for run in runs)
+
+
+@pytest.mark.parametrize("name", sorted(QUICK_ALONE))
+def test_a_study_may_have_one_scale(name):
+    with pytest.raises(ConfigError, match=f"study {name}: scale: expected one of quick, got paper"):
+        runs_of(name, "paper")
+    assert "not at scale paper" in listing([name], "paper")
 
 
 def test_the_recipe_of_the_readme_is_a_run_of_the_rivals():

@@ -43,6 +43,9 @@ def test_a_panel_for_each_level_and_a_line_for_each_setting(axes, tmp_path):
     assert lines[0][0].get_ydata()[0] == pytest.approx(50)
     dots = [line.get_xdata()[0] for line in axes[0].lines if len(line.get_xdata()) == 1]
     assert dots == [8, 8]
+    # The second panel has none beneath it, so that its turns stand under it.
+    assert [axis.xaxis.label.get_visible() for axis in axes] == [False, True, True]
+    assert [axis.yaxis.label.get_visible() for axis in axes] == [True, False, True]
     (legend,) = axes[0].figure.legends
     assert [text.get_text() for text in legend.texts] == ["a", "b", "c"]
 
@@ -53,6 +56,11 @@ def test_losses_in_one_panel(axes, tmp_path):
     (axis,) = axes
     assert axis.get_ylabel() == "validation loss (nats)"
     assert not axis.collections
+    named = {text.get_text(): text for text in axis.texts}
+    assert list(named) == ["sft", "stars"]  # from above, each in its line's colour
+    assert named["sft"].get_color() == axis.lines[0].get_color()
+    room = 0.07 * (axis.get_ylim()[1] - axis.get_ylim()[0])
+    assert named["sft"].get_position()[1] - named["stars"].get_position()[1] > room
 
 
 def test_nothing_to_draw(tmp_path):

@@ -27,6 +27,7 @@ NOT_OF_A_STEP = {
     "parallel.reshard": "refused but with fsdp and hsdp",
     "parallel.offload": "refused but with fsdp and hsdp",
     "data.answer": "with a prompt alone",
+    "model.adapter_start": "refused but with an adapter",
     "depth.low": "a fixed depth is held against it",
     "depth.high": "a fixed depth is held against it",
 }

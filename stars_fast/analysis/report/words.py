@@ -23,9 +23,10 @@ WORSE = 0.1
 
 def verdict(found: Measured, summary: Summary, tol: float) -> str:
     """Sentences: the last Jacobian, what the states do, what that does to the task, which comes
-    first where the task is lost. `tol` is the tolerance of the summary."""
+    first where the task is lost or was never learned. `tol` is the tolerance of the summary."""
     sentences = [_radius(summary), _motion(found, summary, tol), _meeting(found, summary)]
-    sentences.insert(0 if _lost(summary) else len(sentences), _quality(summary))
+    first = _lost(summary) or _unlearned(summary)
+    sentences.insert(0 if first else len(sentences), _quality(summary))
     return " ".join(sentence for sentence in sentences if sentence)
 
 
@@ -37,6 +38,12 @@ def _lost(summary: Summary) -> bool:
     if summary.quality_name == "token loss":
         return after > (1 + WORSE) * before
     return before - after > WORSE
+
+
+def _unlearned(summary: Summary) -> bool:
+    """Whether less than half of the answers are right after the most turns."""
+    after = summary.quality[1]
+    return summary.quality_name == "accuracy" and after is not None and after < 0.5
 
 
 def _radius(summary: Summary) -> str:

@@ -111,6 +111,12 @@ class Names:
             self.rename("rotary", frame.f_code.co_name, len(result))
 
 
+def only_looks(hook: Any) -> bool:
+    """Whether a forward hook is that of `Names`, which changes nothing and misses nothing where
+    modules are not called."""
+    return getattr(hook, "__func__", None) is Names._unseen
+
+
 def _is_rotary_name(frame: FrameType) -> bool:
     return "rot" in frame.f_code.co_name and frame.f_code.co_name.startswith("apply")
 

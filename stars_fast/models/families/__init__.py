@@ -9,7 +9,9 @@ where it is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -28,6 +30,8 @@ from stars_fast.models.folders import check_exists, check_folder, not_loaded, re
 from stars_fast.models.loop import Loop
 from stars_fast.models.reading import read_tokenizer
 from stars_fast.models.shape import Shape
+
+_ASKS_HUB = ContextVar("asks_hub", default=True)
 
 
 class Family(ABC):
@@ -105,6 +109,15 @@ class Family(ABC):
             ConfigError: they can't be told.
         """
         raise ConfigError(f"model.family: the sizes of {self.name} can't be told without a model")
+
+    def skeleton(self, section: Any) -> nn.Module | None:
+        """The model of a section on the meta device, for the names and sizes of its weights; None
+        where it can't be made without them.
+
+        Raises:
+            ConfigError: the sizes can't be told.
+        """
+        return None
 
     def base(self, section: Any) -> str | None:
         """The checkpoint, a folder or hub id, whose weights a training starts from; None for
@@ -264,10 +277,25 @@ def checkpoint_config(path: str | Path) -> dict[str, Any]:
             raise ConfigError(str(error)) from error
     from transformers import PretrainedConfig
 
+    asks = _ASKS_HUB.get()
     try:
-        return PretrainedConfig.get_config_dict(str(path))[0]
+        return PretrainedConfig.get_config_dict(str(path), local_files_only=not asks)[0]
     except (OSError, ValueError) as error:
+        if not asks:
+            raise ConfigError(
+                f"{path} is neither a folder here nor in the cache of the hub, which is not asked"
+            ) from error
         raise ConfigError(not_loaded(path, error)) from error
+
+
+@contextmanager
+def hub_not_asked() -> Iterator[None]:
+    """Have `checkpoint_config` read what is on this machine alone: folders, and the hub's cache."""
+    before = _ASKS_HUB.set(False)
+    try:
+        yield
+    finally:
+        _ASKS_HUB.reset(before)
 
 
 def require_sizes(path: str | Path, config: Mapping[str, Any], names: Iterable[str]) -> None:

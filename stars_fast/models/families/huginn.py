@@ -22,10 +22,9 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
 from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists, has_tokenizer
-from stars_fast.models.loop import Loop, Start, Turn, matrix_weights
+from stars_fast.models.loop import Loop, Start, Turn, head_loss, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import Shape
-from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
 TINY_MODEL = "tiny"
@@ -117,9 +116,7 @@ class HuginnLoop(Loop):
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
         out = self.model.coda(h, self.model.prepare(h, cu_seqlens=batch.samples.cu_seqlens))
-        rows = out.flatten(0, 1).index_select(0, batch.positions)
-        weight = self.model.lm_head.weight
-        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+        return head_loss(self.model.lm_head, out, batch, count)
 
     @property
     def vocabulary(self) -> int:
@@ -185,7 +182,15 @@ class HuginnFamily(Family):
             else {}
         )
 
-    def shape(self, section: HuginnSection) -> Shape:
+    def skeleton(self, section: HuginnSection) -> nn.Module:
+        need("transformers", "Huginn models")
+        from stars_fast.models.huginn import HuginnConfig, HuginnForCausalLM
+
+        with torch.device("meta"):
+            return HuginnForCausalLM(HuginnConfig(**self._sizes(section)))
+
+    def _sizes(self, section: HuginnSection) -> Mapping[str, Any]:
+        """The fields of a `config.json` that sizes follow from, perhaps all of them."""
         config: Mapping[str, Any] = SIZES.get(section.path, {})
         if section.path == TINY_MODEL:
             config = {
@@ -199,6 +204,10 @@ class HuginnFamily(Family):
             }
         config = config or checkpoint_config(section.path)
         require_sizes(section.path, config, _SIZES)
+        return config
+
+    def shape(self, section: HuginnSection) -> Shape:
+        config = self._sizes(section)
         width, heads = config["n_embd"], config["n_heads"]
         head = config.get("head_dim") or width // heads
         return Shape(

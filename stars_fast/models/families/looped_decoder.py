@@ -24,10 +24,9 @@ from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, wri
 from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists
-from stars_fast.models.loop import Loop, Start, Turn, matrix_weights, token_loss
+from stars_fast.models.loop import Loop, Start, Turn, head_loss, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import DECODER_SIZES, Shape, shape_of_config
-from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens, describe_tokens
 
 TINY_MODEL = "tiny"
@@ -128,11 +127,8 @@ class LoopedDecoderLoop(Loop):
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
         out = self._read(h, batch.samples.cu_seqlens)
-        if not self.model.head_is_linear:
-            return token_loss(self.model.logits, out, batch.positions, batch.labels) / count
-        rows = out.flatten(0, 1).index_select(0, batch.positions)
-        weight = self.model.lm_head.weight
-        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+        head = self.model.lm_head if self.model.head_is_linear else self.model.logits
+        return head_loss(head, out, batch, count)
 
     @property
     def vocabulary(self) -> int:
@@ -206,6 +202,20 @@ class LoopedDecoderFamily(Family):
             injection=2 * width**2 if section.injection == "adapter" else 0,
             native=False,
         )
+
+    def skeleton(self, section: LoopedDecoderSection) -> nn.Module:
+        need("transformers", "looped decoders")
+        from transformers import AutoConfig, LlamaConfig
+
+        from stars_fast.models.looped_decoder import LoopedDecoderConfig, LoopedDecoderForCausalLM
+
+        if section.path == TINY_MODEL:
+            config: Any = LlamaConfig(**tiny_sizes(section))
+        else:
+            config = AutoConfig.from_pretrained(section.path)
+        loop = {name: value for name, value in section.loop.items() if name != "turns"}
+        with torch.device("meta"):
+            return LoopedDecoderForCausalLM(LoopedDecoderConfig(config, **loop))
 
     def base(self, section: LoopedDecoderSection) -> str | None:
         """A looped decoder; what is looped only when a training starts is in no folder."""

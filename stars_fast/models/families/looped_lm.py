@@ -153,6 +153,10 @@ class LoopedFamily(Family):
             injection=2 * d**2 if section.injection == "adapter" else 0,
         )
 
+    def skeleton(self, section: LoopedSection) -> LoopedLM:
+        with torch.device("meta"):
+            return LoopedLM(section)
+
     def start(self, section: LoopedSection, dtype: torch.dtype, seed: int) -> tuple[LoopedLM, Any]:
         tokenizer = None if section.tokenizer is None else _tokenizer(section.tokenizer)
         if tokenizer is not None and len(tokenizer) > section.vocab_size:

@@ -20,10 +20,9 @@ from stars_fast.data.batches import MicroBatch
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY
 from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists, has_tokenizer
-from stars_fast.models.loop import Loop, Turn, matrix_weights
+from stars_fast.models.loop import Loop, Turn, head_loss, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import DECODER_SIZES, Shape, shape_of_config
-from stars_fast.ops.linear_cross_entropy import linear_cross_entropy
 from stars_fast.tokens import Tokens
 
 TINY_MODEL = "tiny"
@@ -96,9 +95,7 @@ class OuroLoop(Loop):
         return self.model.lm_head(h)
 
     def token_loss(self, h: Tensor, batch: MicroBatch, count: int) -> Tensor:
-        rows = h.flatten(0, 1).index_select(0, batch.positions)
-        weight = self.model.lm_head.weight
-        return linear_cross_entropy(rows, weight, batch.labels, ignore_index=None, count=count).loss
+        return head_loss(self.model.lm_head, h, batch, count)
 
     @property
     def vocabulary(self) -> int:
@@ -141,6 +138,18 @@ class OuroFamily(Family):
         )
 
     def shape(self, section: OuroSection) -> Shape:
+        config = self._sizes(section)
+        return shape_of_config(config, layers=config["num_hidden_layers"], outside=0)
+
+    def skeleton(self, section: OuroSection) -> nn.Module:
+        need("transformers", "Ouro models")
+        from stars_fast.models.ouro import OuroConfig, OuroForCausalLM
+
+        with torch.device("meta"):
+            return OuroForCausalLM(OuroConfig(**self._sizes(section)))
+
+    def _sizes(self, section: OuroSection) -> Mapping[str, Any]:
+        """The fields of a `config.json` that sizes follow from, perhaps all of them."""
         config: Mapping[str, Any] = SIZES.get(section.path, {})
         if section.path == TINY_MODEL:
             config = {
@@ -152,7 +161,7 @@ class OuroFamily(Family):
             }
         config = config or checkpoint_config(section.path)
         require_sizes(section.path, config, DECODER_SIZES)
-        return shape_of_config(config, layers=config["num_hidden_layers"], outside=0)
+        return config
 
     def base(self, section: OuroSection) -> str | None:
         return None if section.path == TINY_MODEL else section.path

@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM, Olmo2ForCausalLM
 
 from stars_fast.models.huginn.causal_lm import HuginnForCausalLM
 from stars_fast.models.huginn.config import HuginnConfig
+from stars_fast.models.loop_keys import refuse_unread_loop
 
 # Kind of decoder -> norm of ours: theirs.
 _NORMS = {
@@ -52,7 +53,8 @@ def retrofit(
 
     Raises:
         TypeError: another kind of decoder, or layers that are no integers.
-        ValueError: a setting that has no counterpart, or a layer that the decoder does not have.
+        ValueError: a setting that has no counterpart, a layer that the decoder does not have, or a
+            configuration that tells of a loop which the decoder does not run.
     """
     if not isinstance(decoder, (LlamaForCausalLM, Olmo2ForCausalLM)):
         raise TypeError(
@@ -60,12 +62,13 @@ def retrofit(
             f"{type(decoder).__name__}"
         )
     theirs = decoder.config
+    refuse_unread_loop(vars(theirs), type(theirs))
     for name, wanted in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if getattr(theirs, name, wanted) != wanted:
             raise ValueError(f"decoder: expected {name}={wanted}, got {getattr(theirs, name)!r}")
     parts = {"prelude": prelude, "core_block": core, "coda": coda}
     for name, layers in (("prelude", prelude), ("core", core), ("coda", coda)):
-        if not isinstance(layers, Sequence) or not all(isinstance(i, int) for i in layers):
+        if not isinstance(layers, Sequence) or not all(type(i) is int for i in layers):
             raise TypeError(f"{name}: expected a list of integers, got {layers!r}")
         for i in layers:
             if not 0 <= i < theirs.num_hidden_layers:

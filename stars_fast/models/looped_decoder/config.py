@@ -71,6 +71,8 @@ class LoopedDecoderConfig(PretrainedConfig):
         if isinstance(layers, str) or not isinstance(layers, (Sequence, type(None))):
             raise TypeError(f"layers: expected a list of integers or None, got {layers!r}")
         self.layers: list[int] = list(every if layers is None else layers)
+        check_integer("prelude", prelude, 0)
+        check_integer("coda", coda, 0)
         self.prelude = prelude
         self.block = len(self.layers) - prelude - coda if block is None else block
         self.coda = coda

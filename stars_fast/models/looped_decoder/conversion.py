@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from stars_fast.models.decoder_layers import DecoderLayers, closing_norm, run_layers
 from stars_fast.models.injection import Adapter
+from stars_fast.models.loop_keys import refuse_unread_loop
 from stars_fast.models.looped_decoder.model import causal_class, layer_name
 from stars_fast.models.looped_decoder.parts import LearnedState
 
@@ -28,6 +29,7 @@ def check_decoder(model: Any) -> None:
 
     Raises:
         TypeError: it says what came instead.
+        ValueError: its configuration tells of a loop that it does not run.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
@@ -41,6 +43,7 @@ def check_decoder(model: Any) -> None:
     expected = causal_class(model.config)
     if not isinstance(model, expected):
         raise TypeError(f"model: expected a {expected.__name__}, got {kind}")
+    refuse_unread_loop(vars(model.config), type(model.config))
     stack = model.base_model
     layers = getattr(stack, layer_name(stack))
     closing_norm(stack)

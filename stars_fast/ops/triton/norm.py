@@ -29,6 +29,7 @@ from stars_fast.ops.triton.pairs import columns, load_pair, store, store_cotange
 
 LIMIT = 8192  # widest row in one turn
 THREAD_COLUMNS = tl.constexpr(THREAD_ELEMENTS)
+WARP_COLUMNS = tl.constexpr(32 * THREAD_ELEMENTS)
 
 
 @triton.jit
@@ -132,23 +133,32 @@ def _thread_sums(x):
 
 @triton.jit
 def row_sums(a, b, c, d):
-    """The sums [ROWS, 1] of the rows of four tiles, in one reduction over the threads: its cost is
-    its barriers, not what it adds."""
-    first = tl.join(_thread_sums(a), _thread_sums(b))
-    second = tl.join(_thread_sums(c), _thread_sums(d))
-    first, second = tl.split(tl.sum(tl.join(first, second), 1))
-    a, b = tl.split(first)
-    c, d = tl.split(second)
-    return a[:, None], b[:, None], c[:, None], d[:, None]
+    """The sums [ROWS, 1] of the rows of four tiles: in one reduction over the threads, whose cost
+    is its barriers, not what it adds; or one by one, where a row is of one warp and needs none."""
+    if a.shape[1] <= WARP_COLUMNS:
+        a_sum, b_sum = tl.sum(a, 1), tl.sum(b, 1)
+        c_sum, d_sum = tl.sum(c, 1), tl.sum(d, 1)
+    else:
+        first = tl.join(_thread_sums(a), _thread_sums(b))
+        second = tl.join(_thread_sums(c), _thread_sums(d))
+        first, second = tl.split(tl.sum(tl.join(first, second), 1))
+        a_sum, b_sum = tl.split(first)
+        c_sum, d_sum = tl.split(second)
+    return a_sum[:, None], b_sum[:, None], c_sum[:, None], d_sum[:, None]
 
 
 @triton.jit
-def held_parameter(parameter, BLOCK: tl.constexpr, width, WHOLE: tl.constexpr):
-    """The parameter of WHOLE rows, loaded once for all of a program's; 0.0 else."""
+def held_parameter(
+    parameter, ROWS: tl.constexpr, BLOCK: tl.constexpr, width, WHOLE: tl.constexpr
+):  # fmt: skip
+    """The parameter of WHOLE rows, loaded once for all of a program's, for each row of a tile: one
+    row of it would lie over the threads otherwise than the tile, and move it from one to the other
+    through shared memory. 0.0 else."""
     held = 0.0
     if WHOLE:
         at, exists = columns(0, width, BLOCK)
-        held = load_parameter(parameter, at, exists)
+        rows = tl.zeros([ROWS, 1], tl.int32)
+        held = load_parameter(parameter, at + rows, exists & (rows == 0))
     return held
 
 
@@ -250,7 +260,7 @@ def _backward(
     bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     held = 0.0
     if weight is not None:
-        held = held_parameter(weight, BLOCK, width, WHOLE)
+        held = held_parameter(weight, ROWS, BLOCK, width, WHOLE)
     for index in tl.range(first, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = index * ROWS + tl.arange(0, ROWS)[:, None]
         live = row < rows

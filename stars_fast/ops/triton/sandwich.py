@@ -129,10 +129,10 @@ def _backward(
     first = tl.program_id(0)
     out_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     in_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    in_held = held_parameter(weight_in, BLOCK, width, WHOLE)
+    in_held = held_parameter(weight_in, ROWS, BLOCK, width, WHOLE)
     out_held = 0.0
     if weight_out is not None:
-        out_held = held_parameter(weight_out, BLOCK, width, WHOLE)
+        out_held = held_parameter(weight_out, ROWS, BLOCK, width, WHOLE)
     for index in tl.range(first, tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = index * ROWS + tl.arange(0, ROWS)[:, None]
         live = row < rows

@@ -18,12 +18,14 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.seeds import seed_dropout
 from stars_fast.data.batches import MicroBatch
 from stars_fast.data.fixed_shape import FixedShape
+from stars_fast.models.hooks import all_are_hooked
 from stars_fast.models.loop import Start
 from stars_fast.ops.spans import no_questions_of_masks
 from stars_fast.training.config import RunConfig
 from stars_fast.training.graphs.kinds import FEWEST, Key, worth_capturing
 from stars_fast.training.graphs.recorded import Buffers, Pair
 from stars_fast.training.graphs.recorder import Recorder
+from stars_fast.training.scale.distributed import World
 from stars_fast.training.scale.flat_gradients import FlatGradients
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.penalties.base import NoPenalty, Penalty
@@ -44,7 +46,7 @@ class Graphs:
 
     Micro-batches are of `shape`. With `strict` rare ones are captured too, and a capture that fails
     is an error; else the kinds that are not captured yet run op by op from then on, and `say` is
-    told.
+    told. The processes of the `world` capture the same kinds: what fails on one fails on all.
 
     Attributes:
         keys: the kinds of micro-batches that are, or will be, captured.
@@ -56,7 +58,7 @@ class Graphs:
         config: RunConfig,
         shape: FixedShape,
         recorder: Recorder,
-        device: torch.device,
+        world: World,
         strict: bool = False,
         say: Callable[[str], None] = print,
     ) -> None:
@@ -64,10 +66,11 @@ class Graphs:
         self._loss = loss
         self._config = config
         self._recorder = recorder
-        self._device = device
+        self._world = world
+        self._device = world.device
         self._strict = strict
         self._say = say
-        self._tokens = shape.tokens(device)
+        self._tokens = shape.tokens(world.device)
         self._buffers = Buffers()
         self._pairs: dict[Key, Pair] = {}
         self._noise: dict[Pair, Tensor] = {}
@@ -84,25 +87,36 @@ class Graphs:
         draws = self._drops and (again.dual or again.turns > 0)  # masks that must be drawn again
         if key in self.keys and not draws and torch.is_grad_enabled():
             pair = self._pairs.get(key) or self._captured(key, micro, penalty)
-            if pair is not None:
+            # A replay calls no module, which hooks of all modules of the process wait for
+            if pair is not None and not all_are_hooked():
                 with self._loaded(micro, pair):
                     return pair(Start(micro.first, micro.inputs))
         with no_questions_of_masks():
             return run_between(micro, turns, penalty)
 
     def _captured(self, key: Key, micro: MicroStep, penalty: Penalty) -> Pair | None:
-        pair = self._new(micro, key.turns, penalty)
+        if self._of_all("hooks" if all_are_hooked() else None) is not None:
+            return None  # what they do would be captured; later, perhaps
+        pair, why = self._new(micro, key.turns, penalty), None
         try:
             pair.record(self._recorder)
         except Exception as error:  # whatever CUDA or a kernel has against it
-            self.keys = frozenset(self._pairs)
             why = f"a micro-batch of {key.turns} turns can't be captured: {_line(error)}"
-            if self._strict:
-                raise ConfigError(f"train.graphs: expected auto or off, got on: {why}") from error
-            self._say(f"warning: graphs: {why}; what is not captured yet runs op by op")
-            return None
-        self._pairs[key] = pair
-        return pair
+        why = self._of_all(why)
+        if why is None:
+            self._pairs[key] = pair
+            return pair
+        self.keys = frozenset(self._pairs)
+        if self._strict:
+            raise ConfigError(f"train.graphs: expected auto or off, got on: {why}")
+        self._say(f"warning: graphs: {why}; what is not captured yet runs op by op")
+        return None
+
+    def _of_all(self, why: str | None) -> str | None:
+        """The first of the processes' reasons; with its number where there are several."""
+        if why is not None and self._world.size > 1:
+            why = f"process {self._world.rank}: {why}"
+        return self._world.first_reason(why)
 
     def _new(self, micro: MicroStep, turns: int, penalty: Penalty) -> Pair:
         """The pair of a kind of micro-batch, of which `micro` is one."""
@@ -160,11 +174,15 @@ class Graphs:
     def try_out(self, windows: Sequence[MicroBatch], gradients: FlatGradients) -> str | None:
         """Capture short micro-batches of each kind on the first of the `windows`, and replay them
         on the last, beside the same ops one by one. The first of all calls of their kernels, for
-        later captures to meet none.
+        later captures to meet none. Every process calls it.
 
         Returns:
-            Why there can be no graphs; None if all agree. Gradients are left at zero.
+            Why there can be no graphs, on all processes what the first of them has against it; None
+            if all agree. Gradients are left at zero.
         """
+        return self._of_all(self._tried_all(windows, gradients))
+
+    def _tried_all(self, windows: Sequence[MicroBatch], gradients: FlatGradients) -> str | None:
         devices = [self._device] if self._device.type == "cuda" else []
         try:
             for penalised in sorted({key.penalised for key in self.keys}):

@@ -85,7 +85,7 @@ def set_up_graphs(
     assert recorder is not None
     loss.gradients = FlatGradients(loss)
     share_state(loss, world)
-    graphs = Graphs(loss, config, shape, recorder, world.device, asked == "on", say)
+    graphs = Graphs(loss, config, shape, recorder, world, asked == "on", say)
     batches.fill = shape.fill
     tried = [batches.window(step)[0] for step in (0, 1)]
     why = graphs.try_out(tried, loss.gradients)

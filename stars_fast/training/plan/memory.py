@@ -6,6 +6,7 @@ from typing import Any
 
 from stars_fast.models.shape import Shape
 from stars_fast.training.plan.cards import Card
+from stars_fast.training.plan.trained import trained_of
 from stars_fast.training.scale.budget import USABLE
 from stars_fast.training.scale.memory import GIB, Activations
 
@@ -21,14 +22,14 @@ MACHINE = 8
 
 def activations(shape: Shape, tokens: float, positions: float, config: Any) -> Activations:
     """Bytes that a micro-batch of so many tokens, and so many targets, keeps for the backward."""
+    trained = trained_of(config)
     low = config.precision != "float32"
     size = 2 if low else 4
     d, f = shape.width, shape.inner
     cast = casts(config)
     anew = cast and not has_copies(config)  # by autocast, in each micro-batch
-    weights = 0 if config.lora.wanted else size * shape.block_weights
-    rank = config.lora.rank or 0
-    adapters = rank * (7 if shape.gated else 6)
+    weights = round(trained.block * size * shape.block_weights)
+    adapters = trained.rank * (7 if shape.gated else 6)
     inner = (3 if shape.gated else 2) * f
     layer = (size * (6 * d + 2 * shape.queries + 2 * shape.keys + inner + adapters)) * tokens
     layer += 4 * shape.heads * tokens
@@ -44,7 +45,7 @@ def activations(shape: Shape, tokens: float, positions: float, config: Any) -> A
         return round(shape.layers * each + state * (3 if shape.injection else 1))
 
     rest = positions * d * size + shape.outside * layer
-    rest += 0 if config.lora.wanted else (2 * size if cast else size) * shape.head_weights
+    rest += trained.head * (2 * size if cast else size) * shape.head_weights
     return Activations(
         state=round(state),
         turn=turn(layer),
@@ -80,12 +81,13 @@ def _alone(config: Any) -> bool:
 def held(shape: Shape, config: Any, gpus: int) -> int:
     """Bytes of weights, gradients, averages, copies of weights and what FSDP gathers, on one
     GPU."""
-    parameters, parallel = shape.parameters, config.parallel
+    parameters, parallel, trained = shape.parameters, config.parallel, trained_of(config)
     full = 2 if config.precision == "bfloat16" else 4
     low = 4 if config.precision == "float32" else 2
-    biggest = full * shape.head_weights
-    frozen = parameters * low if config.lora.wanted else 0
-    moved = trained(shape, config)
+    moved = trained.parameters(shape)
+    biggest = full * min(shape.head_weights, moved) if not trained.rank else 0
+    # LoRA's base is in the dtype that it computes in; frozen parts are kept as the others are
+    frozen = parameters * low if trained.rank else (parameters - moved) * full
     share = {"fsdp": gpus, "hsdp": parallel.shard or min(gpus, MACHINE)}.get(parallel.kind, 1)
     total = (4 * full * moved + frozen) / share
     total += 2 * shape.block_weights if has_copies(config) else 0
@@ -95,17 +97,7 @@ def held(shape: Shape, config: Any, gpus: int) -> int:
         total = (0 if parallel.offload else total) + low * gathered
         total += 4 * moved if config.train.accumulation > 1 else 0
         biggest = biggest // share
-    return round(total + (0 if config.lora.wanted else biggest))
-
-
-def trained(shape: Shape, config: Any) -> int:
-    """Parameters that the optimiser moves: all, or LoRA adapters on every linear map of the
-    block."""
-    if not config.lora.wanted:
-        return shape.parameters
-    d, q, k, f = shape.width, shape.queries, shape.keys, shape.inner
-    layer = 2 * (d + q) + 2 * (d + k) + (3 if shape.gated else 2) * (d + f)
-    return config.lora.rank * shape.layers * layer
+    return round(total + biggest)
 
 
 def budget(shape: Shape, config: Any, gpus: int, card: Card) -> int:

@@ -9,12 +9,21 @@ from typing import NamedTuple
 from stars_fast.models.shape import Shape
 from stars_fast.training.plan.cards import Card
 from stars_fast.training.plan.rates import Rates, attention_seconds, copy_rate
+from stars_fast.training.plan.trained import Trained
+
+ALL = Trained()
 
 HOST_FORWARD = 0.48
 """Part of a layer's host time that its forward takes (20.5 of 43 ms, `benchmarks.host_cost`)."""
 
-ADAPTED_HOST = 2.0
-"""Host time of a layer with an adapter on each of its maps over that of one without, by ops."""
+ADAPTED_HOST = {
+    ("plain", "forward"): 136 / 59,
+    ("plain", "backward"): 209 / 99,
+    ("dual", "forward"): 202 / 111,
+    ("dual", "backward"): 305 / 195,
+}
+"""Host time of a layer with an adapter on each of its maps over that of one without: by the ops
+that they dispatch (`python -m benchmarks.host_cost --ops --rank 8`), not measured in time."""
 
 
 @dataclass(frozen=True)
@@ -114,16 +123,19 @@ def turn(
     *,
     backward: bool,
     dual: bool = False,
-    frozen: bool = False,
+    trained: Trained = ALL,
 ) -> Seconds:
     """One turn forward, or backward, over documents of these lengths; with `dual` of a pair, with
-    `frozen` without the gradients of its weights."""
+    the gradients of what is `trained` of its weights."""
+    if backward and not trained.reaches_turns:
+        return Seconds()
     tokens, rates = sum(lengths), machine.rates
     way, each = "dual" if dual else "plain", "backward" if backward else "forward"
     halves = 2 if dual else 1
-    maps = halves * (2 if backward and not frozen else 1)
+    maps = halves * (1 + (trained.block if backward else 0))
     host = rates.host[way if shape.native else f"{way}, generic"]
-    host *= (1 - HOST_FORWARD if backward else HOST_FORWARD) * (ADAPTED_HOST if frozen else 1)
+    host *= 1 - HOST_FORWARD if backward else HOST_FORWARD
+    host *= ADAPTED_HOST[way, each] if trained.rank else 1
     attention = machine.attend(f"{way} {each}", lengths, shape.queries)
     return Seconds(
         products=machine.product(2 * maps * shape.block_weights * tokens),
@@ -133,11 +145,13 @@ def turn(
     )
 
 
-def turn_flops(shape: Shape, lengths: list[float], dual: bool = False) -> float:
+def turn_flops(
+    shape: Shape, lengths: list[float], dual: bool = False, trained: Trained = ALL
+) -> float:
     """FLOPs that a turn needs forward and backward; three times those of the forward for linear
-    maps, 7 or 21 products for attention."""
+    maps that are all `trained`, 7 or 21 products for attention."""
     pairs = sum(n * n / 2 for n in lengths)
-    maps = (6 if dual else 3) * 2 * shape.block_weights * sum(lengths)
+    maps = (2 + trained.block) * (2 if dual else 1) * 2 * shape.block_weights * sum(lengths)
     return maps + (21 if dual else 7) * 2 * pairs * shape.queries * shape.layers
 
 
@@ -147,9 +161,9 @@ def norms_and_gates(shape: Shape, tokens: float, machine: Machine) -> Seconds:
     return Seconds(recompute=shape.layers * machine.rows(elements) * tokens)
 
 
-def head(shape: Shape, positions: float, machine: Machine, *, frozen: bool) -> Seconds:
+def head(shape: Shape, positions: float, machine: Machine, trained: Trained = ALL) -> Seconds:
     """Head and loss at so many positions, forward and backward."""
-    maps = 2 if frozen else 3
+    maps = 1 + trained.reaches_turns + trained.head
     logits = 4 * 4 * shape.vocabulary * positions  # fp32, written, read, its gradient the same
     return Seconds(
         products=machine.product(2 * maps * shape.head_weights * positions),

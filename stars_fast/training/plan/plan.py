@@ -28,6 +28,7 @@ from stars_fast.training.plan.steps import (
     published_way,
     way,
 )
+from stars_fast.training.plan.trained import trained_of
 from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.methods import penalty_of
 
@@ -61,7 +62,8 @@ class Plan:
     says, SFT at `train.reference_turns`, and the published way, where there is one. fitting:
     options by each of which it would fit, where it does not. captured: part of the micro-batches
     that are CUDA graphs. no_graphs: why none is. row_length: of packed rows, from which on the GPU
-    would not wait for the host, where it does; None where there is none.
+    would not wait for the host, where it does; None where there is none. adapted: whether the
+    host's time is that of layers with adapters, which is by their count of ops alone.
     """
 
     run: str
@@ -86,6 +88,7 @@ class Plan:
     captured: float
     no_graphs: str | None
     row_length: int | None
+    adapted: bool
 
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values."""
@@ -123,7 +126,7 @@ def plan(config: Any, gpus: Gpus, document: int = DOCUMENT) -> Plan:
         gpus=f"{gpus.number}x{gpus.card.name}",
         model=family_named(config.model.family).describe(config.model),
         parameters=shape.parameters,
-        trained=memory.trained(shape, config),
+        trained=trained_of(config).parameters(shape),
         method=config.method,
         turns=sum(turns * chance for turns, chance in chances),
         most_turns=most,
@@ -141,6 +144,7 @@ def plan(config: Any, gpus: Gpus, document: int = DOCUMENT) -> Plan:
         captured=run.captured,
         no_graphs=why_no_graphs(config),
         row_length=_longer_rows(config, gpus, document) if ours.limit == "host" else None,
+        adapted=config.lora.wanted,
     )
 
 

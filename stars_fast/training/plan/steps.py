@@ -15,6 +15,7 @@ from stars_fast.training.plan.published import (
     published_turn,
 )
 from stars_fast.training.plan.rows import Rows
+from stars_fast.training.plan.trained import trained_of
 from stars_fast.training.scale.memory import Choice, choose
 from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.methods import penalty_of
@@ -102,14 +103,15 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
     """A micro-batch at so many turns: its seconds, the FLOPs it needs, and the seconds of its last
     backward of a turn, beside which gradients travel."""
     config, shape, lengths, machine = run.config, run.shape, run.lengths, run.machine
-    frozen = config.lora.wanted
+    trained = trained_of(config)
     penalty = penalty_of(config)
     dual = penalised and penalty.needs_dual
     part = config.penalty.fraction if dual else 0.0
     # A pass over some of the samples is launched, and touches the weights, as one over all
     times = 1.0 if dual and config.penalty.draw == "samples" else part
     forward, backward = (
-        passes.turn(shape, lengths, machine, backward=each, frozen=frozen) for each in (False, True)
+        passes.turn(shape, lengths, machine, backward=each, trained=trained)
+        for each in (False, True)
     )
     in_graph = min(turns, config.train.backprop_turns or turns)
     plain = turns - (part if dual and penalty.last_turns else 0.0)
@@ -119,7 +121,7 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
     total = forward * (plain + free + more) + backward * (plain - turns + in_graph + more)
     if dual:
         into, back = (
-            passes.turn(shape, lengths, machine, backward=each, dual=True, frozen=frozen)
+            passes.turn(shape, lengths, machine, backward=each, dual=True, trained=trained)
             for each in (False, True)
         )
         through = into * config.penalty.power_steps + back
@@ -127,17 +129,22 @@ def micro_batch(run: Run, turns: int, penalised: bool) -> tuple[Seconds, float, 
     elif penalised:
         total += Seconds(traffic=machine.moved(6 * machine.itemsize * shape.width * run.tokens))
     outside = shape.outside / shape.layers
-    total += (forward + backward) * outside
+    apart = passes.turn(
+        shape, lengths, machine, backward=True, trained=trained._replace(block=trained.outside)
+    )
+    total += (forward + apart) * outside
     heads = 2 if config.loop.more_turns else 1
-    total += passes.head(shape, run.positions, machine, frozen=frozen) * heads
+    total += passes.head(shape, run.positions, machine, trained) * heads
     total += _weights(run, in_graph + more + 2 * times)
     choice = choice_of(run, turns, penalised)
     total += _again(run, choice.recompute, in_graph + more, part, forward)
-    plain_flops = passes.turn_flops(shape, lengths)
-    needed = plain_flops * (plain - (turns - in_graph) * 2 / 3 + free / 3 + more + outside)
-    needed += part * passes.turn_flops(shape, lengths, dual=True)
-    needed += 6 * shape.head_weights * run.positions * heads
-    return total, needed * (2 / 3 if frozen else 1), backward.gpu
+    needed = passes.turn_flops(shape, lengths, trained=trained) * (
+        plain - (turns - in_graph) + more + outside
+    )
+    needed += passes.turn_flops(shape, lengths) / 3 * (turns - in_graph + free)  # no backward
+    needed += part * passes.turn_flops(shape, lengths, dual=True, trained=trained)
+    needed += (4 + 2 * trained.head) * shape.head_weights * run.positions * heads
+    return total, needed, backward.gpu
 
 
 def _again(run: Run, recompute: Recompute, turns: int, part: float, forward: Seconds) -> Seconds:
@@ -156,14 +163,16 @@ def _again(run: Run, recompute: Recompute, turns: int, part: float, forward: Sec
 def _weights(run: Run, turns: float) -> Seconds:
     """Traffic of weights and their gradients: each turn adds to the sums. Under autocast weights
     are cast once a micro-batch, and their gradients back; copies are made once a step, and products
-    write and read fp32 sums (counted as if nothing of it hid behind the products)."""
+    write and read fp32 sums (counted as if nothing of it hid behind the products). Frozen weights
+    are copied alone."""
     if run.config.lora.wanted:
         return Seconds()
-    weights, size = run.shape.block_weights, run.machine.itemsize
+    size, window = run.machine.itemsize, run.config.train.accumulation
+    weights = run.shape.block_weights * trained_of(run.config).block
     if memory.has_copies(run.config):
-        window = run.config.train.accumulation
-        moved = 6.0 * turns + (6 - 4) / window  # a step's first product does not read
-        return Seconds(traffic=run.machine.moved(moved * weights))
+        moved = (6.0 * turns - 4 / window) * weights  # a step's first product does not read
+        moved += 6 / window * run.shape.block_weights
+        return Seconds(traffic=run.machine.moved(moved))
     moved = 3.0 * size * weights * max(turns - 1, 0)
     if run.config.precision == "mixed":
         moved += (6 + 6) * weights
@@ -174,7 +183,7 @@ def _weights(run: Run, turns: float) -> Seconds:
 def _update(run: Run) -> Seconds:
     """Norm of the gradients and AdamW."""
     config, shape = run.config, run.shape
-    number = float(memory.trained(shape, config))
+    number = float(trained_of(config).parameters(shape))
     if config.parallel.sharded:
         number /= run.gpus.number
     size = (ADAMW + 12) * (0.5 if config.precision == "bfloat16" else 1)
@@ -186,7 +195,7 @@ def _network(run: Run, chances: list[tuple[int, float]], overlap: float) -> floa
     count, config, shape = run.gpus.number, run.config, run.shape
     if count == 1:
         return 0.0
-    number = memory.trained(shape, config)
+    number = trained_of(config).parameters(shape)
     share, link = (count - 1) / count, run.gpus.card.link
     full = 2 if config.precision == "bfloat16" else 4
     if not config.parallel.sharded:
@@ -194,7 +203,7 @@ def _network(run: Run, chances: list[tuple[int, float]], overlap: float) -> floa
     turns = sum(n * chance for n, chance in chances)
     low = 4 if config.precision == "float32" else 2
     gathers = 2 * turns * config.train.accumulation if config.parallel.reshard else 1
-    gather = share * low * number / link
+    gather = share * low * shape.parameters / link
     hidden = min(gather, overlap / 2)  # behind the layer before
     reduce = max(share * 4 * number / link - overlap, 0.0)
     return gathers * (gather - hidden) + reduce
@@ -202,9 +211,10 @@ def _network(run: Run, chances: list[tuple[int, float]], overlap: float) -> floa
 
 def has_published(run: Run) -> bool:
     """Whether there is a published way to run it: of Ouro, all weights trained."""
-    penalty = penalty_of(run.config)
-    known = penalty.needs_dual or not run.config.penalised
-    return run.config.model.family == "ouro" and not run.config.lora.wanted and known
+    config = run.config
+    known = penalty_of(config).needs_dual or not config.penalised
+    whole = not config.lora.wanted and not config.train.freeze
+    return config.model.family == "ouro" and whole and known
 
 
 def published_way(

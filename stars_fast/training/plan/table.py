@@ -40,11 +40,11 @@ class MemoryRow(NamedTuple):
 def memory_table(config: Any) -> list[MemoryRow]:
     """The rows for a recipe: all weights on every GPU, shared out among 4 and 8, and adapters.
 
-    Whether and how the recipe itself is sharded or adapted does not matter. Without those shared
-    out where its penalty excludes `parallel.reshard`.
+    Whether and how the recipe itself is sharded, adapted or frozen in parts does not matter.
+    Without those shared out where its penalty excludes `parallel.reshard`.
     """
     shape = family_named(config.model.family).shape(config.model)
-    train = {"accumulation": 8, "micro_batch_size": None, "compile": False}
+    train = {"accumulation": 8, "micro_batch_size": None, "compile": False, "freeze": ()}
     plain = replace(
         config,
         parallel=ParallelConfig(),
@@ -56,7 +56,7 @@ def memory_table(config: Any) -> list[MemoryRow]:
         shared = {"kind": "fsdp", "reshard": True, "offload": config.parallel.offload}
         sharded = otherwise(plain, {"parallel": shared})
         kinds += [(f"FSDP over {n}", sharded, n) for n in (4, 8) if sharded is not None]
-    kinds.append(("LoRA 16", otherwise(plain, {"lora": {"rank": 16}, "train": {"freeze": ()}}), 1))
+    kinds.append(("LoRA 16", otherwise(plain, {"lora": {"rank": 16}}), 1))
     supervised = rows_of(config.data, DOCUMENT).supervised
     penalty = penalty_of(config)
     rows = []

@@ -76,7 +76,9 @@ def nothing_to_resume(run: RunFolder) -> str | None:
 def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | None:
     """Why `config` cannot be run here, or None if it can."""
     try:
-        if not run.path.exists() or not _entries(run):
+        if not run.path.exists():
+            return _in_the_way(run.path)
+        if not _entries(run):
             return None
         # Of a run that died before it took a step; not a recipe that lies there
         begun = _begun(run) or not (run.path / claim.FOLDER).exists()
@@ -106,6 +108,16 @@ def reason_to_refuse(run: RunFolder, config: RunConfig, resume: bool) -> str | N
     ]
     if changed:
         return f"cannot resume {run.path} as another run: " + "; ".join(changed)
+    return None
+
+
+def _in_the_way(path: Path) -> str | None:
+    """Why a folder that is not there can't be made, as far as a look can tell."""
+    above = next(each for each in path.absolute().parents if each.exists())
+    if not above.is_dir():
+        return f"{path} can't be a run folder: {above} is a file"
+    if not os.access(above, os.W_OK | os.X_OK):
+        return f"{path} can't be a run folder: {above} can't be written to"
     return None
 
 

@@ -10,13 +10,14 @@ import torch
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.kinds import kind_named
-from stars_fast.models.families import family_named
+from stars_fast.models.families import family_named, hub_not_asked
 from stars_fast.models.shape import Shape
 from stars_fast.training.config import RunConfig
 from stars_fast.training.plan import memory
 from stars_fast.training.plan.cards import Gpus, card_of_device
 from stars_fast.training.plan.plan import plan
 from stars_fast.training.plan.rows import DOCUMENT, rows_of
+from stars_fast.training.plan.trained import trained_of
 from stars_fast.training.run.folder import reason_to_refuse
 from stars_fast.training.run.progress import depth_words, duration, penalty_words, size_words
 from stars_fast.training.scale.memory import gib
@@ -24,7 +25,7 @@ from stars_fast.training.step.cost import relative_cost
 
 
 def outlook(config: RunConfig, resume: bool = False) -> str:
-    """The run for people, without a model or data.
+    """The run for people, without a model or data, and without a question to the hub.
 
     Raises:
         ConfigError: its folder, or so many processes, can't be used.
@@ -50,7 +51,9 @@ def outlook(config: RunConfig, resume: bool = False) -> str:
         f"penalty  {penalty_words(config) or 'none'}",
     ]
     try:
-        lines += _by_shape(config, family.shape(config.model), rows.supervised)
+        with hub_not_asked():
+            shape = family.shape(config.model)
+        lines += _by_shape(config, shape, rows.supervised)
     except ConfigError as error:
         lines.append(f"size     not known: {error}")
     lines.append("nothing was made or loaded")
@@ -86,7 +89,7 @@ def _bytes(size: int) -> str:
 
 
 def _trained(config: RunConfig, shape: Shape) -> str:
-    number = memory.trained(shape, config)
+    number = trained_of(config).parameters(shape)
     return "all trained" if number == shape.parameters else f"{size_words(number)} trained"
 
 

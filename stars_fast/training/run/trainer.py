@@ -506,6 +506,7 @@ class Trainer:
         """Say where everything is, and what one does next."""
         path = self.folder.path
         took = duration(time.perf_counter() - self.began)
+        self.progress.close()  # so that nothing stands below the last lines
         self.say(f"done: {path}, {took}" + (f"; figures: {', '.join(drawn)}" if drawn else ""))
         for command in self.task.next_commands(path):
             self.say(f"next: {command}")

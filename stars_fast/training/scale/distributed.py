@@ -86,13 +86,18 @@ class World:
             result = work()
         except ConfigError as error:
             mistake = str(error)
-        if self.size > 1:
-            mistakes = [None] * self.size
-            dist.all_gather_object(mistakes, mistake, group=self.patient)
-            mistake = next((each for each in mistakes if each is not None), None)
+        mistake = self.first_reason(mistake)
         if mistake is not None:
             raise ConfigError(mistake)
         return cast(T, result)
+
+    def first_reason(self, reason: str | None) -> str | None:
+        """The `reason` of the first process that has one, on all, once all are here."""
+        if self.size == 1:
+            return reason
+        reasons: list[str | None] = [None] * self.size
+        dist.all_gather_object(reasons, reason, group=self.patient)
+        return next((each for each in reasons if each is not None), None)
 
     def wait(self) -> None:
         """Return once every process is here."""

@@ -1,6 +1,7 @@
 """Whole runs with graphs, by their stand-in on the CPU."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from ouro_runs import ouro_run
 
 from stars_fast.base.checkpoints import latest, saved_tensors
 from stars_fast.base.errors import ConfigError
-from stars_fast.training.config import LoopConfig, load_config
+from stars_fast.training.config import LoopConfig, load_config, save_config
 from stars_fast.training.graphs.recorder import stand_in
 from stars_fast.training.run.metrics import read_metrics
 from stars_fast.training.run.trainer import train
@@ -69,6 +70,30 @@ def test_a_packed_run_fills_its_rows_and_one_of_ragged_rows_goes_without(tmp_pat
     assert re.search(
         r"graphs: none, as of rows of one length \d\d% would be pads; data.packing", told
     )
+
+
+@pytest.mark.slow
+def test_what_one_process_can_not_capture_is_refused_or_left_on_all(tiny_in, launch, tmp_path):
+    """In the trial before the first step, and at a kind of micro-batch that comes later."""
+    paths = []
+    for name in ("trial-on", "later-on", "later-auto"):
+        section = {"steps": 16, "accumulation": 1, "graphs": name.partition("-")[2]}
+        later = {"start_step": 8}
+        config = tiny_in(tmp_path / name, method="jsrr", train=section, penalty=later)
+        paths.append(tmp_path / f"{name}.yaml")
+        save_config(config, paths[-1])
+    script = Path(__file__).parents[1] / "scripts" / "graphs.py"
+    command = [str(script), str(tmp_path), *map(str, paths)]
+    assert launch(command, processes=2, timeout=300) == [0, 0]
+    said = {path.stem: path.read_text() for path in tmp_path.glob("*.txt")}
+    asked = "train.graphs: expected auto or off, got on: process 1: "
+    why = "can't be captured: RuntimeError: operation not permitted when a stream is capturing"
+    for rank in (0, 1):
+        assert said[f"trial-on-{rank}"] == f"{asked}the turns {why}"
+        assert said[f"later-on-{rank}"] == f"{asked}a micro-batch of 3 turns {why}"
+        assert said[f"later-auto-{rank}"] == ""
+    assert len(read_metrics(tmp_path / "later-on" / "metrics.jsonl")) == 8
+    assert len(read_metrics(tmp_path / "later-auto" / "metrics.jsonl")) == 16
 
 
 REFUSED = {

@@ -80,7 +80,7 @@ def step(loss, batch, turns=3, weight=0.1, number=0):
 
 
 def graphs_for(loss, shape, recorder=None, **options):
-    graphs = Graphs(loss, loss.config, shape, recorder or StandIn(), CPU, **options)
+    graphs = Graphs(loss, loss.config, shape, recorder or StandIn(), ALONE, **options)
     loss.between = graphs.between
     return graphs
 
@@ -246,6 +246,25 @@ def test_rare_turns_run_op_by_op(trained):
     assert Key(1, True) not in graphs.keys
     assert all(map(torch.equal, step(loss, batch, turns=1), expected))
     assert counted.captured == 0
+
+
+def test_hooks_of_all_modules_are_called_in_place_of_a_replay(trained):
+    loss = trained()
+    shape, (batch, _) = micro_batches()
+    counted = Counted()
+    graphs_for(loss, shape, counted)
+    expected = step(loss, batch)
+    assert (counted.captured, counted.replayed) == (2, 2)
+    seen = []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
+    try:
+        found = step(loss, batch)
+    finally:
+        hook.remove()
+    assert counted.replayed == 2
+    assert all(seen.count(layer) == 3 + 1 for layer in loss.loop.layers)
+    for got, want in zip(found, expected, strict=True):  # norms one by one: sums in another order
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
 class Fails(Recorder):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
@@ -97,10 +98,11 @@ class _Jacobian(Penalty):
             return None
         return states[-1].detach() - states[-2].detach()
 
-    def estimate(
+    def asked(
         self, micro: MicroStep, states: list[Tensor], part: Subset | None
-    ) -> tuple[Tensor, Tensor]:
-        """Phi(h) and the penalty at the last of the `states`, of the whole batch or of a part."""
+    ) -> tuple[Turn, Tensor, Tensor, Tokens, PenaltyConfig]:
+        """The arguments of `jacobian_estimate` at the last of the `states`, of the whole batch or
+        of a part."""
         h, v, turn = states[-1], self.direction(states), micro.turn
         samples = micro.batch.samples
         chosen: Sequence[int] | None = None
@@ -110,7 +112,7 @@ class _Jacobian(Penalty):
             turn = micro.turn_of(part, h)
         if v is None:
             v = micro.noise(h, samples, chosen)
-        return jacobian_estimate(micro.dual_turn(turn), h, v, samples, self.config.penalty)
+        return micro.dual_turn(turn), h, v, samples, self.config.penalty
 
 
 class JacobianAtNext(_Jacobian):
@@ -118,7 +120,7 @@ class JacobianAtNext(_Jacobian):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         part = self.drawn(micro.batch, micro.step)
-        return states[-1], self.estimate(micro, states, part)[1]
+        return states[-1], jacobian_value(*self.asked(micro, states, part))
 
 
 class JacobianAtLast(_Jacobian):
@@ -128,7 +130,7 @@ class JacobianAtLast(_Jacobian):
 
     def compute(self, micro: MicroStep, states: list[Tensor]) -> tuple[Tensor, Tensor]:
         samples, part = micro.batch.samples, self.drawn(micro.batch, micro.step)
-        out, penalty = self.estimate(micro, states, part)
+        out, penalty = jacobian_estimate(*self.asked(micro, states, part))
         if part is None:
             return out, penalty
         others = samples.subset(sorted(set(range(samples.count)) - set(part.chosen)))
@@ -149,22 +151,33 @@ def jacobian_estimate(
     say; with `detach` both are cut off from h."""
     if settings.detach:
         h = h.detach()
-    mask = samples.real
-    out, value = fused_jsrr(
-        turn,
-        h,
-        v=v,
-        mask=None if mask is None else mask.to(h.device, non_blocking=True),
-        cu_seqlens=samples.cu_seqlens,
-        power_steps=settings.power_steps,
-        normalize=settings.normalize,
-        detach=settings.detach,
-        margin=settings.margin,
-        return_output=True,
-    )
+    out, value = fused_jsrr(turn, h, v=v, return_output=True, **_options(h, samples, settings))
     if settings.fixed_point > 0:
         value = value + settings.fixed_point * relative_step(h, out, samples)
     return out, value
+
+
+def jacobian_value(
+    turn: Turn, h: Tensor, v: Tensor, samples: Tokens, settings: PenaltyConfig
+) -> Tensor:
+    """The penalty of `jacobian_estimate` alone: of a linear map that ends the turn the tangent is
+    enough then (`dual.recognition.last_map`), unless `fixed_point` asks for Phi(h)."""
+    if settings.fixed_point > 0:
+        return jacobian_estimate(turn, h, v, samples, settings)[1]
+    return fused_jsrr(turn, h, v=v, **_options(h, samples, settings))
+
+
+def _options(h: Tensor, samples: Tokens, settings: PenaltyConfig) -> dict[str, Any]:
+    """Arguments of `fused_jsrr`."""
+    mask = samples.real
+    return {
+        "mask": None if mask is None else mask.to(h.device, non_blocking=True),
+        "cu_seqlens": samples.cu_seqlens,
+        "power_steps": settings.power_steps,
+        "normalize": settings.normalize,
+        "detach": settings.detach,
+        "margin": settings.margin,
+    }
 
 
 METHODS = {
