@@ -1,4 +1,4 @@
-"""What transformers has to know of a model that is not its own."""
+"""Looped language models as transformers knows its own: by their configurations and names."""
 
 from __future__ import annotations
 
