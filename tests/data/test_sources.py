@@ -189,7 +189,7 @@ def test_tables_that_can_not_be_read(tmp_path, text, message):
         load(tmp_path / "rows.csv")
 
 
-@pytest.mark.parametrize("write", [jsonl, as_json, parquet, None], ids=str)
+@pytest.mark.parametrize("write", [jsonl, as_json, parquet, None])
 def test_files_with_different_columns(tmp_path, write):
     suffix = {None: "csv", parquet: "parquet"}.get(write, "json")
     one, other = tmp_path / f"1.{suffix}", tmp_path / f"2.{suffix}"
