@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo  # which the first pass of a process does
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from oracle import relative_error
@@ -131,8 +132,9 @@ def assert_as_it_was(before, block):
         assert then.keys() == found.keys()
         assert [key for key in then if then[key] is not found[key]] == []
     assert before[2:] == now[2:]
-    everywhere = vars(torch.nn.modules.module).items()
-    assert not [name for name, hooks in everywhere if name.startswith("_global_") and hooks]
+    everywhere = vars(torch.nn.modules.module).items()  # one is a flag, which torch never resets
+    hooks = [each for name, each in everywhere if name.startswith("_global_") and each is not True]
+    assert not any(hooks)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in block.modules())
 
 
