@@ -126,7 +126,8 @@ def test_every_setting_of_the_addition_task_is_read(tiny_in, tmp_path, reads):
     pytest.importorskip("peft")
     Config = config_class("looped_lm", "sums")
     seen = reads(Config)
-    for number, changes in enumerate(VARIANTS):
+    injected = {"method": "one-step", "model": {"injection": "adapter"}}
+    for number, changes in enumerate((*VARIANTS, injected)):
         config = tiny_in(tmp_path / str(number), **tree.merge({"train": {"steps": 2}}, changes))
         train(config)
     assert set(tree.leaves(Config)) - seen == LOOKED_AT.keys()
