@@ -39,6 +39,21 @@ def _same_draws():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def taken(monkeypatch):
+    """The maps of which the tangent alone was computed."""
+    from stars_fast.dual.recognition import last_map
+
+    maps, compute = [], last_map.tangent_linear
+
+    def noted(*args):
+        maps.append(args)
+        return compute(*args)
+
+    monkeypatch.setattr(last_map, "tangent_linear", noted)
+    return maps
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")

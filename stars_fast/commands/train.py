@@ -84,9 +84,11 @@ def _plain_flag(word: str) -> str:
     Raises:
         ConfigError: a flag with a value.
     """
+    from stars_fast.training.config import FLAGS
+
     name, has_value, value = word.partition("=")
     flag = name.replace("_", "-")
-    if flag not in (*_FLAGS, "--help", "--help-all"):
+    if flag not in {"--" + each.replace("_", "-") for each in FLAGS}:
         return word
     if has_value:
         raise ConfigError(f"{flag}: expected no value, got {value!r}; leave the flag out for no")

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from stars_fast import fused_jsrr, recognition
 from stars_fast.dual.dual_pass import first_output
-from stars_fast.dual.recognition import last_map
 from stars_fast.ops.tangent_linear import tangent_linear
 
 WIDTH = 6
@@ -69,19 +68,6 @@ def assert_exact(block, h, plain=None):
 @pytest.fixture
 def h():
     return torch.randn(2, 3, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """The maps of which the tangent alone was computed."""
-    maps = []
-
-    def noted(*args):
-        maps.append(args)
-        return tangent_linear(*args)
-
-    monkeypatch.setattr(last_map, "tangent_linear", noted)
-    return maps
 
 
 def the_map_alone(self, h):

@@ -160,9 +160,9 @@ def test_large_integers_of_a_recipe_are_exact(tmp_path):
     assert load_config(str(tmp_path / "mine.yaml")).seed == 9007199254740993
 
 
-def test_a_home_folder_is_no_folder_called_tilde(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert load_config("addition", ["--out=~/run"]).out == "/home/me/run"
+def test_a_home_folder_is_no_folder_called_tilde(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config("addition", ["--out=~/run"]).out == str(tmp_path / "run")
 
 
 @pytest.mark.parametrize(

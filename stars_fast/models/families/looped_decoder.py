@@ -212,7 +212,7 @@ class LoopedDecoderFamily(Family):
         if section.path == TINY_MODEL:
             config: Any = LlamaConfig(**tiny_sizes(section))
         else:
-            config = AutoConfig.from_pretrained(section.path)
+            config = AutoConfig.for_model(**checkpoint_config(section.path))
         loop = {name: value for name, value in section.loop.items() if name != "turns"}
         with torch.device("meta"):
             return LoopedDecoderForCausalLM(LoopedDecoderConfig(config, **loop))

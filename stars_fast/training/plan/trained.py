@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.models.families import family_named
 from stars_fast.models.freeze import freeze
 from stars_fast.models.shape import Shape
@@ -46,7 +47,8 @@ def trained_of(config: Any) -> Trained:
     trained.
 
     Raises:
-        ConfigError: `train.freeze` names no part of the model, or leaves nothing to train.
+        ConfigError: `train.freeze` names no part of the model, or leaves nothing to train; the
+            settings make no model.
     """
     if config.lora.wanted:
         return Trained(0.0, 0.0, 0.0, 0.0, config.lora.rank)
@@ -64,7 +66,12 @@ _known: dict[tuple[str, tuple[str, ...]], Trained] = {}
 def _left(config: Any) -> Trained:
     """The parts that `train.freeze` leaves to train, by names and sizes of a skeleton."""
     family = family_named(config.model.family)
-    model = family.skeleton(config.model)
+    try:
+        model = family.skeleton(config.model)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # settings that make no model
+        raise ConfigError(f"model: {error}") from error
     if model is None:
         return Trained()
     freeze(model, config.train.freeze)

@@ -52,8 +52,7 @@ def outlook(config: RunConfig, resume: bool = False) -> str:
     ]
     try:
         with hub_not_asked():
-            shape = family.shape(config.model)
-        lines += _by_shape(config, shape, rows.supervised)
+            lines += _by_shape(config, family.shape(config.model), rows.supervised)
     except ConfigError as error:
         lines.append(f"size     not known: {error}")
     lines.append("nothing was made or loaded")

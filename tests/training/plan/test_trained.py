@@ -15,6 +15,7 @@ from stars_fast.training.plan.plan import plan
 from stars_fast.training.plan.rates import rates
 from stars_fast.training.plan.trained import Trained, trained_of
 
+COUNTS = ["--model.prelude", "1", "--model.coda", "1"]
 FROZEN = {
     "addition-quick": ["block.0.mlp", "block.0.attention,tokens", "tokens"],
     "ouro-tiny": ["embed_tokens,lm_head", "layers.0", "mlp"],
@@ -92,6 +93,15 @@ def test_products_of_a_backward_are_those_of_the_weights_that_are_trained():
     assert of(Trained(0, 0, 1, 0)) == passes.Seconds()
     flops = [passes.turn_flops(shape, [1e-6], trained=Trained(block=part)) for part in (0, 1)]
     assert flops[0] / flops[1] == pytest.approx(2 / 3)
+
+
+def test_a_looped_decoder_whose_counts_do_not_add_up_is_one_error(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(num_hidden_layers=6).save_pretrained(tmp_path)
+    words = [f"--model.path={tmp_path}", "--train.freeze=[lm_head]", "--model.block"]
+    assert 0 < trained_of(load_config("looped-smollm2", [*words, "null", *COUNTS])).block <= 1
+    with pytest.raises(ConfigError, match=r"model: .*make up the 6 layers"):
+        trained_of(load_config("looped-smollm2", [*words, "9", *COUNTS]))
 
 
 @pytest.mark.parametrize("words", [["--lora.rank", "8"], []])

@@ -7,29 +7,14 @@ from oracle import relative_error
 from tolerances import BLOCK
 
 from benchmarks.counting import count
-from stars_fast.dual.recognition import last_map
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
-from stars_fast.ops.tangent_linear import tangent_linear
 from stars_fast.tokens import Tokens
 from stars_fast.training.run.trainer import train
 from stars_fast.training.step.penalties.jacobian import jacobian_estimate, jacobian_value
 from stars_fast.training.step.penalty import PenaltyConfig
 
 ROWS, LENGTH, WIDTH, INNER = 2, 5, 16, 24
-
-
-@pytest.fixture
-def taken(monkeypatch):
-    """The maps of which the tangent alone was computed."""
-    maps = []
-
-    def noted(*args):
-        maps.append(args)
-        return tangent_linear(*args)
-
-    monkeypatch.setattr(last_map, "tangent_linear", noted)
-    return maps
 
 
 def outcome(penalty, placement, settings):
