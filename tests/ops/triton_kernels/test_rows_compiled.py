@@ -203,11 +203,11 @@ def test_each_stream_is_read_once_in_16_bytes_a_thread(kernels):
 
 
 def test_backwards_of_norms_wait_little_and_read_ahead(kernels):
-    # The barriers of a whole kernel, of Triton 3.6 or 3.9, whichever makes more. Of narrow rows ten
-    # of them add up the rows of a program, once.
+    # The barriers of a whole kernel, by the Triton that makes most of them: of narrow rows 3.8 (one
+    # more than 3.9), else 3.6. Of narrow rows ten or eleven add up the rows of a program, once.
     for case, barriers, streams, ahead, weights in (
-        ("norm-D128", 12, 4, 2, 1),
-        ("norm-D512", 12, 4, 2, 1),
+        ("norm-D128", 13, 4, 2, 1),
+        ("norm-D512", 13, 4, 2, 1),
         ("norm-D2048", 6, 4, 2, 1),
         ("norm-D4096", 6, 4, 2, 1),
         ("layer_norm-D2048", 11, 4, 2, 1),
