@@ -78,8 +78,11 @@ def load_normalised(
 
 
 @triton.jit
-def load_parameter(parameter, at, exists):
-    return tl.load(parameter + at, exists, other=0.0).to(tl.float32)
+def load_parameter(parameter, at, exists, ROWS: tl.constexpr):
+    """The parameter's values for a turn, for each row of a tile: one row of them would lie over the
+    threads otherwise than the tile, and move from one to the other through shared memory."""
+    rows = tl.zeros([ROWS, 1], tl.int32)
+    return tl.load(parameter + at + rows, exists & (rows == 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -115,11 +118,11 @@ def _forward(
         mask = live & exists
         n, nd = load_normalised(x, x_pair, at, mask, mean, mean_dot, r, c, CENTRE, DUAL)
         if weight is not None:
-            w = load_parameter(weight, at, exists)
+            w = load_parameter(weight, at, exists, ROWS)
             n *= w
             nd *= w
         if bias is not None:
-            n += load_parameter(bias, at, exists)
+            n += load_parameter(bias, at, exists, ROWS)
         store(y, y_pair, at, mask, n, nd, DUAL)
 
 
@@ -151,14 +154,11 @@ def row_sums(a, b, c, d):
 def held_parameter(
     parameter, ROWS: tl.constexpr, BLOCK: tl.constexpr, width, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """The parameter of WHOLE rows, loaded once for all of a program's, for each row of a tile: one
-    row of it would lie over the threads otherwise than the tile, and move it from one to the other
-    through shared memory. 0.0 else."""
+    """The parameter of WHOLE rows, loaded once for all of a program's; 0.0 else."""
     held = 0.0
     if WHOLE:
         at, exists = columns(0, width, BLOCK)
-        rows = tl.zeros([ROWS, 1], tl.int32)
-        held = load_parameter(parameter, at + rows, exists & (rows == 0))
+        held = load_parameter(parameter, at, exists, ROWS)
     return held
 
 
@@ -167,7 +167,7 @@ def parameter_at(parameter, held, at, exists, WHOLE: tl.constexpr):
     """The parameter's values for a turn, `held` or loaded."""
     value = held
     if not WHOLE:
-        value = load_parameter(parameter, at, exists)
+        value = load_parameter(parameter, at, exists, 1)  # tiles of several rows are WHOLE
     return value
 
 

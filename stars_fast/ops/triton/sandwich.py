@@ -41,7 +41,7 @@ BACKWARD_LIMIT = 4096  # which holds twice as many values a row
 @triton.jit
 def _sum(
     branch, branch_pair, residual, residual_pair, weight_out, at, exists, live, r, c,
-    DUAL: tl.constexpr,
+    DUAL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """h and hd, rounded to the dtype they are stored in."""
     mask = live & exists
@@ -50,7 +50,7 @@ def _sum(
         n, nd = load_pair(branch, branch_pair, at, mask, DUAL)
     else:
         n, nd = load_normalised(branch, branch_pair, at, mask, 0.0, 0.0, r, c, False, DUAL)
-        w = load_parameter(weight_out, at, exists)
+        w = load_parameter(weight_out, at, exists, ROWS)
         n *= w
         nd *= w
     dtype = residual.dtype.element_ty
@@ -82,7 +82,7 @@ def _forward(
         at, exists = columns(turn, width, BLOCK)
         value, dot = _sum(
             branch, branch_pair, residual, residual_pair, weight_out,
-            at, exists, live, r_out, c_out, DUAL,
+            at, exists, live, r_out, c_out, DUAL, ROWS,
         )  # fmt: skip
         squares += value * value
         products += value * dot
@@ -93,10 +93,10 @@ def _forward(
         mask = live & exists
         value, dot = _sum(
             branch, branch_pair, residual, residual_pair, weight_out,
-            at, exists, live, r_out, c_out, DUAL,
+            at, exists, live, r_out, c_out, DUAL, ROWS,
         )  # fmt: skip
         n, nd = formulas.normalise(value, dot, r, c)
-        w = load_parameter(weight_in, at, exists)
+        w = load_parameter(weight_in, at, exists, ROWS)
         store(h, pair, at, mask, value, dot, DUAL)
         store(x, pair, at, mask, n * w, nd * w, DUAL)
 

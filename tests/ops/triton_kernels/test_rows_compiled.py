@@ -224,6 +224,21 @@ def test_backwards_of_norms_wait_little_and_read_ahead(kernels):
             assert kernel["ldg.e.128"] <= weights, kernel
 
 
+def test_forwards_of_norms_wait_for_their_sums_alone(kernels):
+    # One reduction is two or three barriers by Triton 3.6 and one less by later ones; none where a
+    # row is of one warp. Weights, held for each row of a tile, add none.
+    for case, barriers in (
+        ("norm-D128", 0),
+        ("norm-D512", 5),
+        ("norm-D2048", 5),
+        ("sandwich-D512", 11),
+        ("sandwich-D2048", 11),
+    ):
+        found = [k for k in kernels if (k["case"], k["kernel"]) == (case, "_forward")]
+        assert len(found) == len(ARCHITECTURES)
+        assert max(kernel["bar.sync"] for kernel in found) <= barriers, found
+
+
 def test_lengths_share_the_compiled_kernels_of_a_power_of_two():
     # 32, 64, ..., 8192 and wider, each with and without 16-byte steps, and for wide rows once more
     # for distances of more than 32 bits.
