@@ -16,7 +16,7 @@ from benchmarks.machine import usual_dtype
 from stars_fast import ops
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.exit_code import exit_code
-from stars_fast.base.options import positive
+from stars_fast.base.options import Parser, positive
 from stars_fast.ops import BACKENDS
 
 LEVELS = {
@@ -46,7 +46,7 @@ def options_of(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: a mistake, or --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m benchmarks", description="What the Jacobian penalty costs, against other ways."
     )
     levels = parser.add_subparsers(title="levels", required=True, metavar="LEVEL", dest="level")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.exit_code import exit_code
+from stars_fast.base.options import Parser
 from stars_fast.training.scale.distributed import processes
 from studies.definition import (
     SCALES,
@@ -57,7 +58,7 @@ def options_of(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         SystemExit: a mistake, or --help.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m studies",
         description="Train the runs of a study that are not done yet, judge them, and write a "
         "table, a figure and study.json. Without a name, or with --list: what there is. "

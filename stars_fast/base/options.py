@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import os
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 _PATHS = ("DIR", "FILE", "FOLDER", "RUN", "SOURCE")
@@ -36,7 +38,9 @@ class _StoreOnce(argparse.Action):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if self.metavar in _PATHS:  # how shtab is told that a shell completes files here
+        if self.metavar in _PATHS:
+            self.type = _at_home(self.type or str)
+            # How shtab is told that a shell completes files here
             self.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
     def __call__(
@@ -50,6 +54,11 @@ class _StoreOnce(argparse.Action):
             raise argparse.ArgumentError(self, f"given twice, the second time with {values!r}")
         self.filled = namespace
         setattr(namespace, self.dest, values)
+
+
+def _at_home(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`type` of a path whose ~ is the home folder: of --out=~/run a shell leaves it as it is."""
+    return lambda text: type(os.path.expanduser(text))
 
 
 def positive(text: str) -> int:

@@ -5,6 +5,7 @@ Three kinds of evaluation, each in a module of its own: runs of the addition stu
 """
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -217,7 +218,8 @@ def _given(args: argparse.Namespace, **fields: Any) -> dict[str, Any]:
 
 
 def _names(text: str) -> list[str]:
-    found = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    parts = (os.path.expanduser(part.strip()) for part in text.split(","))  # or files
+    found = list(dict.fromkeys(part for part in parts if part))
     if not found:
         raise argparse.ArgumentTypeError("expected names like gsm8k,math500")
     return found
