@@ -39,7 +39,7 @@ class _StoreOnce(argparse.Action):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         if self.metavar in _PATHS:
-            self.type = _at_home(self.type or str)
+            self.type = _at_home(options.get("type") or str)
             # How shtab is told that a shell completes files here
             self.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
