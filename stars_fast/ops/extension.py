@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-_FOLDER = Path(__file__).parents[1]
+FOLDER = Path(__file__).parents[1]
 # Ends in .torch2.11.so where torch 2.11 or later is needed.
 _PREFIX, _SUFFIX = "_native.torch", ".so"
 
@@ -19,7 +19,7 @@ def load() -> bool:
     Raises:
         ImportError: it is there and does not load.
     """
-    files = sorted(_FOLDER.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
+    files = sorted(FOLDER.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda file: file.stat().st_mtime)
     if not files:
         return False
     newest = files[-1]

@@ -223,9 +223,9 @@ def _load(device: str) -> None:
     if not extension.load():
         if device == "cpu":  # on CUDA there is Triton
             warnings.warn(
-                "stars_fast: the compiled kernels are not built: ops run in plain PyTorch, slower. "
-                "`pip install --no-build-isolation .` in the source tree builds them "
-                "(csrc/README.md).",
+                f"stars_fast: the compiled kernels are not built in {extension.FOLDER}: ops run in "
+                "plain PyTorch, slower. `pip install --no-build-isolation -e .` in the source tree "
+                "builds them (csrc/README.md).",
                 stacklevel=3,
             )
     else:
