@@ -28,12 +28,14 @@ RUNS = {
     "rivals": 94,
     "rivals-text": 9,
     "parity": 9,
+    "four-digits": 6,
 }
-QUICK_ALONE = {"rivals-text", "parity"}
+QUICK_ALONE = {"rivals-text", "parity", "four-digits"}
 COMPARED = {
     "rivals": ({"decay_steps": 0}, {"backprop_turns": None}),
     "rivals-text": ({}, {"backprop_turns": None}),
     "parity": ({}, {"backprop_turns": None}),
+    "four-digits": ({}, {"backprop_turns": None}),
 }
 """Fields of `optim` and `train` that are among what a study compares."""
 
