@@ -3,7 +3,7 @@
 `STARS_FAST_BUILD` says which kernels: `none`, `cpu`, or `cuda`, which includes cpu. It is an error
 if they can't be built. Without it the cpu ones are built where a trial file compiles and links
 against torch, and left out with a warning elsewhere. Kernels need torch at build time:
-`pip install --no-build-isolation .`; an isolated build is pure Python.
+`pip install --no-build-isolation -e .`; an isolated build is pure Python.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def kernels(target: str) -> tuple[Extension, type[build_ext]]:
         module, obstacle = Extension("stars_fast._native", []), first_line(error)
         if isinstance(error, ImportError):
             obstacle = (
-                "torch is not in the build environment (pip install --no-build-isolation .): "
+                "torch is not in the build environment (pip install --no-build-isolation -e .): "
                 + obstacle
             )
 

@@ -3,7 +3,7 @@
 The layers are transformers' own. With a name, `python examples/loop_llama.py
 HuggingFaceTB/SmolLM2-135M`, the same on a checkpoint.
 
-Needs `pip install --no-build-isolation ".[ouro]"`, in a clone.
+Needs `pip install --no-build-isolation -e ".[ouro]"`, in a clone.
 """
 
 import sys

@@ -3,7 +3,7 @@
 Without a name it runs on a tiny Ouro with random weights, whose text means nothing:
 `python examples/ouro_turns.py ByteDance/Ouro-1.4B` runs on the hub's.
 
-Needs `pip install --no-build-isolation ".[ouro]"`, in a clone.
+Needs `pip install --no-build-isolation -e ".[ouro]"`, in a clone.
 """
 
 import sys

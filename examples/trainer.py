@@ -2,7 +2,7 @@
 
 With a name, `python examples/trainer.py ByteDance/Ouro-1.4B`, the same on a checkpoint.
 
-Needs `pip install --no-build-isolation ".[ouro]"`, in a clone.
+Needs `pip install --no-build-isolation -e ".[ouro]"`, in a clone.
 """
 
 import sys

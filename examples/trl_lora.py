@@ -2,7 +2,7 @@
 
 With a name, `python examples/trl_lora.py ByteDance/Ouro-1.4B`, the same on a checkpoint.
 
-Needs `pip install --no-build-isolation ".[lora]" trl`, in a clone.
+Needs `pip install --no-build-isolation -e ".[lora]" trl`, in a clone.
 """
 
 import sys

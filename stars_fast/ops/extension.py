@@ -29,7 +29,7 @@ def load() -> bool:
         version = newest.name.removeprefix(_PREFIX).removesuffix(_SUFFIX)
         raise ImportError(
             f"stars_fast: {newest} does not load with torch {torch.__version__}; it was built for "
-            f"torch >= {version}. Build it again (pip install --no-build-isolation .), or delete "
-            f"it to run in plain PyTorch. {error}"
+            f"torch >= {version}. Build it again (pip install --no-build-isolation -e .), or "
+            f"delete it to run in plain PyTorch. {error}"
         ) from error
     return True

@@ -207,7 +207,7 @@ def _checked(name: str | None) -> str | None:
 
 def _why_not(name: str) -> str:
     if name == "cpp":
-        return "the extension is not built (pip install --no-build-isolation . builds it)"
+        return "the extension is not built (pip install --no-build-isolation -e . builds it)"
     if name == "triton":
         return "it needs the package triton and a CUDA device (or TRITON_INTERPRET=1)"
     return "it needs a CUDA device and an extension built with STARS_FAST_BUILD=cuda"

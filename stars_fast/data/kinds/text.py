@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -83,7 +84,8 @@ def text_windows(texts: list[str], tokenizer: Any, length: int) -> list[np.ndarr
 
 
 def _texts(source: str) -> list[str]:
-    paths = [Path(source)] if Path(source).is_file() else sorted(map(Path, glob.glob(source)))
+    place = os.path.expanduser(source)
+    paths = [Path(place)] if Path(place).is_file() else sorted(map(Path, glob.glob(place)))
     if not paths:
         raise ValueError(f"data.source: expected a text file or a glob of some, got {source!r}")
     try:
