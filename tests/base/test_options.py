@@ -16,9 +16,9 @@ def test_the_home_folder_is_found_behind_every_equals_sign(monkeypatch, tmp_path
         paths = [a for a in parser._actions if a.metavar in ("DIR", "FILE", "FOLDER", "SOURCE")]
         assert any(action.option_strings for action in paths)
         for action in paths:
-            words = [f"{action.option_strings[-1]}=~/x"] if action.option_strings else ["~/x"]
-            needed = [] if "--" not in words[0] else ["runs/a"]
-            found = getattr(parser.parse_args([*needed, *words]), action.dest)
+            option = action.option_strings
+            words = ["runs/a", f"{option[0]}=~/x"] if option else ["~/x"]
+            found = getattr(parser.parse_args(words), action.dest)
             assert found in (str(tmp_path / "x"), [str(tmp_path / "x")]), action
     assert eval.parser().parse_args(["a", "--tasks=gsm8k,~/t.yaml"]).tasks == [
         "gsm8k",

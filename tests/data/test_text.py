@@ -20,5 +20,5 @@ class Letters:
 def test_the_home_folder_is_found(source, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("abc")
-    found = KIND.open(TextSection(source, length=8), Letters(), seed=0)
-    assert found.notes == ("data: 1 windows of text, 4 tokens",)
+    found = KIND.open(TextSection(source, length=3), Letters(), seed=0)
+    assert found.notes == ("data: 2 windows of text, 5 tokens",)

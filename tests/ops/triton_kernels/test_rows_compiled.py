@@ -1,5 +1,7 @@
 """The row and elementwise kernels as the compiler makes them for sm_80 and sm_90, without a GPU."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 from compiled import ARCHITECTURES, SHARED_LIMIT, compiled, variants
@@ -203,11 +205,12 @@ def test_each_stream_is_read_once_in_16_bytes_a_thread(kernels):
 
 
 def test_backwards_of_norms_wait_little_and_read_ahead(kernels):
-    # The barriers of a whole kernel, by the Triton that makes most of them: of narrow rows 3.8 (one
-    # more than 3.9), else 3.6. Of narrow rows ten or eleven add up the rows of a program, once.
+    # The barriers of a whole kernel, of Triton 3.6 or 3.9, whichever makes more; 3.8 makes one more
+    # of narrow rows. Of these ten add up the rows of a program, once.
+    one_more = ("norm-D128", "norm-D512") if version("triton").startswith("3.8.") else ()
     for case, barriers, streams, ahead, weights in (
-        ("norm-D128", 13, 4, 2, 1),
-        ("norm-D512", 13, 4, 2, 1),
+        ("norm-D128", 12, 4, 2, 1),
+        ("norm-D512", 12, 4, 2, 1),
         ("norm-D2048", 6, 4, 2, 1),
         ("norm-D4096", 6, 4, 2, 1),
         ("layer_norm-D2048", 11, 4, 2, 1),
@@ -218,7 +221,7 @@ def test_backwards_of_norms_wait_little_and_read_ahead(kernels):
         found = [k for k in kernels if (k["case"], k["kernel"]) == (case, "_backward")]
         assert len(found) == len(ARCHITECTURES)
         for kernel in found:
-            assert kernel["bar.sync"] <= barriers, kernel
+            assert kernel["bar.sync"] <= barriers + (case in one_more), kernel
             # Before the loop once for each tile ahead, and once in it.
             assert kernel["ldgsts"] == streams * (1 + ahead), kernel
             assert kernel["ldg.e.128"] <= weights, kernel
