@@ -1,6 +1,7 @@
 """Processes in which nothing of stars_fast is imported, without the seconds that torch and
 transformers take: each is forked off one that has imported those alone."""
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -36,6 +37,7 @@ def execute(script, words, streams, environment):
     """In the new process: a script as Python runs it, a file or lines of code."""
     for number, file in zip((1, 2), streams, strict=True):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    gc.freeze()  # what was imported before is no garbage: a collection need not look at it
     os.environ.update(environment)
     assert not [name for name in sys.modules if name.partition(".")[0] == "stars_fast"]
     if isinstance(script, Path):
