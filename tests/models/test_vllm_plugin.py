@@ -37,14 +37,18 @@ register()
 register()  # as often as vLLM likes
 from transformers import AutoConfig
 
-config = AutoConfig.from_pretrained(sys.argv[3], trust_remote_code=False)
-print(json.dumps({
-    "before": light,
-    "after": [m for m in sys.modules if m.startswith("stars_fast.")],
-    "class": [type(config).__module__, type(config).__name__],
-    "auto_map": getattr(config, "auto_map", None),
-    "read": {name: getattr(config, name) for name in json.loads(sys.argv[4])},
-}))
+after = [m for m in sys.modules if m.startswith("stars_fast.")]
+found = []
+for folder in sys.argv[4:]:
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    found.append({
+        "before": light,
+        "after": after,
+        "class": [type(config).__module__, type(config).__name__],
+        "auto_map": getattr(config, "auto_map", None),
+        "read": {name: getattr(config, name) for name in json.loads(sys.argv[3])},
+    })
+print(json.dumps(found))
 """
 
 
@@ -60,12 +64,20 @@ def said(script, *words):
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.fixture(scope="module")
+def configurations(tmp_path_factory):
+    """What one process says of two folders, by whether there is code beside their weights."""
+    (plugin,) = PROJECT["entry-points"]["vllm.general_plugins"].items()
+    place = tmp_path_factory.mktemp("exported")
+    folders = [export_run(checkpoint(), place / str(i), portable=bool(i)) for i in range(2)]
+    found = said(LOADED, *plugin, json.dumps(READ), *folders)
+    return {bool(i): (folders[i], found[i]) for i in range(2)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("with_code", [False, True])
-def test_the_entry_point_makes_the_configuration_known(with_code, tmp_path):
-    (plugin,) = PROJECT["entry-points"]["vllm.general_plugins"].items()
-    folder = export_run(checkpoint(), tmp_path / "out", portable=with_code)
-    found = said(LOADED, *plugin, folder, json.dumps(READ))
+def test_the_entry_point_makes_the_configuration_known(with_code, configurations):
+    folder, found = configurations[with_code]
     assert found["before"] == []
     assert found["class"] == [portable.__name__, "OuroConfig"]
     needed = {"models", "models.portable", "models.portable.modeling_ouro_portable"}
