@@ -1,5 +1,5 @@
-"""Processes as torchrun would start them, without the seconds that each would spend on imports: they
-are forked from one that has imported the package, and nothing else."""
+"""Processes as torchrun would start them, but forked from one that has imported the package, which
+would cost each of them seconds."""
 
 import multiprocessing
 import os
