@@ -35,8 +35,8 @@ from stars_fast.training.run.metrics import read_metrics
 
 TIMES = ("tokens_per_second", "memory_gib", "mfu")
 SAVE_EVERY, EVALUATE_EVERY = 5, 6
-IMPORTED = ["benchmarks.phases", "stars_fast.models.ouro", "torch._dynamo"]
-"""Modules that the server imports; a run imports the last two late."""
+IMPORTED = ["benchmarks.phases", "stars_fast.models.ouro"]
+"""Modules that the server imports; a run imports the last one late."""
 DELAYS = {"tokenising": 0.3, "save": 0.03, "step": 0.1, "evaluation": 0.1, "end": 0.3}
 """Seconds within which the kill comes, once the phase has begun."""
 
