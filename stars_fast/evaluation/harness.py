@@ -24,13 +24,18 @@ RESAMPLES = 1000
 
 
 def index_tasks(tasks: Sequence[str], option: str) -> Any:
-    """lm-eval's index of the tasks that there are, ours included. The first takes seconds to make.
+    """lm-eval's index of the tasks that there are, which takes seconds to make the first time; of
+    ours alone if they are all that is asked for.
 
     Raises:
         ConfigError: it names `option` if lm-eval is not installed, or one of `tasks` is neither in
             the index nor a YAML file.
     """
-    index = _index(need("lm_eval.tasks", option).TaskManager)
+    manager = need("lm_eval.tasks", option).TaskManager
+    ours = _index(manager, whole=False)
+    if tasks and set(tasks) <= set(ours.all_tasks):
+        return ours
+    index = _index(manager, whole=True)
     known = set(index.all_tasks)
     unknown = [task for task in tasks if task not in known and not is_yaml(task)]
     if unknown:
@@ -42,8 +47,8 @@ def index_tasks(tasks: Sequence[str], option: str) -> Any:
 
 
 @cache
-def _index(manager: Any) -> Any:
-    return manager(include_path=str(TASK_FOLDER))
+def _index(manager: Any, whole: bool) -> Any:
+    return manager(include_path=str(TASK_FOLDER), include_defaults=whole)
 
 
 def is_yaml(task: str) -> bool:

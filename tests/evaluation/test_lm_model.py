@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,24 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.cli import main
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _read_once():
+    """lm-eval reads its own files of tasks, over ten thousand, for each index anew; in this module
+    what it read the first time serves all. Folders that it is told of are read each time."""
+    from lm_eval.tasks._index import TaskIndex
+
+    build, own = TaskIndex.build, Path(lm_eval.__file__).parent / "tasks"
+    read = cache(lambda: build([own]))
+
+    def built(paths):
+        parts = [read() if path == own else build([path]) for path in paths]
+        return {name: entry for part in parts for name, entry in part.items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskIndex, "build", staticmethod(built))
+        yield
 
 
 @pytest.fixture(scope="module")

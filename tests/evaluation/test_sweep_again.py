@@ -67,34 +67,51 @@ def swept(checkpoint, data, tmp_path_factory):
     return out
 
 
-DEFINITIONS = """
-import json, sys
+ELSEWHERE = """
+import json, os, sys
+from stars_fast.cli import main
 from stars_fast.evaluation import setting
 from stars_fast.evaluation.benchmarks import BENCHMARKS, open_tasks
-tasks = open_tasks(list(BENCHMARKS), sys.argv[1], 9, None)
-print(json.dumps([setting.definition(task) for task in tasks]))
+file, data, *words = sys.argv[1:]
+if os.environ["RANK"] == "0":
+    tasks = open_tasks(list(BENCHMARKS), data, 9, None)
+    with open(file, "w") as found:
+        json.dump([setting.definition(task) for task in tasks], found)
+sys.exit(main(words))
 """
 
 
-def test_a_task_is_the_same_in_every_process(tmp_path):
+@pytest.fixture(scope="module")
+def all_data(tmp_path_factory):
+    return str(write_all(tmp_path_factory.mktemp("all")))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(checkpoint, data, all_data, tmp_path_factory):
+    """Of two processes: the definitions of all tasks as the first finds them, and the folder of a
+    sweep that both share."""
     pytest.importorskip("math_verify", reason="math-verify is not installed")
-    data = str(write_all(tmp_path))
-    command = [sys.executable, "-c", DEFINITIONS, data]
-    there = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    here = [setting.definition(task) for task in open_tasks(list(BENCHMARKS), data, 9, None)]
-    assert json.loads(there.splitlines()[-1]) == here
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "elsewhere.py").write_text(ELSEWHERE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [folder / "elsewhere.py", folder / "definitions.json", all_data]
+    command += words_for(checkpoint, data, folder / "out")
+    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=300)
+    return json.loads((folder / "definitions.json").read_text()), folder / "out"
+
+
+def test_a_task_is_the_same_in_every_process(elsewhere, all_data):
+    there, _ = elsewhere
+    here = [setting.definition(task) for task in open_tasks(list(BENCHMARKS), all_data, 9, None)]
+    assert there == here
     assert len(set(here)) == len(BENCHMARKS)
 
 
-def test_two_processes_share_the_samples_and_find_what_one_finds(
-    checkpoint, data, swept, tmp_path, capsys
-):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "stars_fast.cli", *words_for(checkpoint, data, tmp_path)]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=300)
-    assert results_of(tmp_path) == results_of(swept)
-    assert responses_of(tmp_path) == responses_of(swept)
-    made = [len(p.read_text().splitlines()) for p in folder_of(tmp_path).glob("generations*")]
+def test_two_processes_share_the_samples_and_find_what_one_finds(elsewhere, swept):
+    _, out = elsewhere
+    assert results_of(out) == results_of(swept)
+    assert responses_of(out) == responses_of(swept)
+    made = [len(p.read_text().splitlines()) for p in folder_of(out).glob("generations*")]
     assert len(made) == 2
     assert min(made) >= ROWS // 2
 

@@ -1,12 +1,9 @@
 """The penalised Trainer on tiny models, and the gradient of its step written out by hand."""
 
-import os
-import socket
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
+import fresh
 import huginn_models
 import torch
 import torch.nn.functional as F
@@ -102,25 +99,7 @@ def arguments(folder, micro=2, accumulation=1, kind=TrainingArguments, **options
 
 def run_two_processes(script, *words):
     """Run a script of the folder beside this one as two processes of one group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in ("0", "1"):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        place["PYTHONPATH"] = os.pathsep.join(sys.path)  # where pytest finds the tests' modules
-        command = [
-            sys.executable,
-            str(Path(__file__).parent / "scripts" / script),
-            *map(str, words),
-        ]
-        started.append(subprocess.Popen(command, env=os.environ | place))
-    try:
-        assert [process.wait(240) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    fresh.two_ranks(Path(__file__).parent / "scripts" / script, *words)
 
 
 def documents(lengths, prompt=2):

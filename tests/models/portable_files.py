@@ -1,10 +1,8 @@
 """What the tests of the portable modelling files share."""
 
 import json
-import os
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from ouro_models import tokens
@@ -64,15 +62,6 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def alone(script, *words, cwd):
+def alone(script, *words):
     """What a script says in a fresh process, which finds no stars_fast, at last."""
-    hidden = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(cwd / "modules")}
-    run = subprocess.run(
-        [sys.executable, "-c", script, *map(str, words)],
-        cwd=cwd,
-        env=os.environ | hidden,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(fresh.said(BLOCKED + script, *words).splitlines()[-1])

@@ -1,11 +1,9 @@
 """Checkpoints of Huginn: read without remote code, written back key by key, or refused."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from huginn_models import checkpoint, files, model, tokens
@@ -153,9 +151,7 @@ def test_saved_and_loaded_in_a_fresh_process_it_says_the_same(shape, tmp_path):
     expected = net.generate(ids, turns=3, max_new_tokens=8, **options)
     net.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
     torch.save((ids, expected), tmp_path / "expected.pt")
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS]
-    command += [tmp_path / "saved", tmp_path / "expected.pt"]
-    subprocess.run(command, check=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    fresh.said(IN_A_FRESH_PROCESS, tmp_path / "saved", tmp_path / "expected.pt")
 
 
 @pytest.mark.parametrize(

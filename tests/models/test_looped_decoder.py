@@ -1,14 +1,13 @@
 """Decoders of several architectures, looped: values, cache, files, options and errors."""
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+import fresh
 import huginn_models
 import ouro_models
 import transformers
@@ -364,8 +363,7 @@ def test_a_saved_model_is_the_same_in_a_fresh_process(tmp_path):
             ids, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None
         )
         torch.save((ids, mask, expected), tmp_path / name / "expected.pt")
-    folders = [str(tmp_path / name) for name in DECODERS]
-    subprocess.run([sys.executable, "-c", IN_A_FRESH_PROCESS, *folders], check=True)
+    fresh.said(IN_A_FRESH_PROCESS, *(tmp_path / name for name in DECODERS))
 
 
 @torch.no_grad()

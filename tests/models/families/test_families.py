@@ -2,9 +2,8 @@
 with a small section in `SMALL`."""
 
 import pickle
-import subprocess
-import sys
 
+import fresh
 import pytest
 import torch
 
@@ -168,8 +167,7 @@ def test_it_loads_in_a_fresh_process(run, parts, tmp_path):
     loop, batch = parts
     torch.save((batch.tokens, logits_of(loop, batch, 2)), tmp_path / "expected.pt")
     samples = pickle.dumps(batch.samples).hex()
-    command = [sys.executable, "-c", IN_A_FRESH_PROCESS, run, tmp_path / "expected.pt", samples]
-    subprocess.run(command, check=True)
+    fresh.said(IN_A_FRESH_PROCESS, run, tmp_path / "expected.pt", samples)
 
 
 @torch.no_grad()

@@ -83,8 +83,7 @@ for net in (single, sharded):
 torch.testing.assert_close(*values, rtol=1e-12, atol=0)
 compare(gradients(sharded), gradients(single), "FSDP2, dual turn")
 
-if rank == 0:
-    print("equal", flush=True)
+print("equal", flush=True)
 dist.barrier()
 settle()
 dist.destroy_process_group()

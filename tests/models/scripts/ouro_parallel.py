@@ -53,8 +53,7 @@ fully_shard(sharded, mesh=mesh)
 sharded(mine, labels=mine, turns=3).loss.backward()
 compare(gradients(sharded), gradients(single), "FSDP2, loss")
 
-if rank == 0:
-    print("equal", flush=True)
+print("equal", flush=True)
 dist.barrier()
 settle()
 dist.destroy_process_group()
