@@ -6,33 +6,37 @@ last bit.
 
 The kills come while the chats are tokenised, in the first save, in steps, later saves and
 evaluations, and after the last step. In some attempts the disk is full at a random save, and free
-again once the run has said so: by a limit on the size of files, or with --disk in earnest. The last
-line of the output is JSON.
+again once the run has said so: by a limit on the size of files, or with --disk in earnest. The
+processes of an attempt are forked from a server that has imported what they need and done nothing
+else. The last line of the output is JSON.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import torch
 
+from benchmarks import phases
 from stars_fast.base.checkpoints import checkpoints, latest, saved_tensors, step_of
 from stars_fast.training.run.metrics import read_metrics
 
 TIMES = ("tokens_per_second", "memory_gib", "mfu")
 SAVE_EVERY, EVALUATE_EVERY = 5, 6
+IMPORTED = ["benchmarks.phases", "stars_fast.models.ouro"]
+"""Modules that the server imports; a run imports the last one late."""
 DELAYS = {"tokenising": 0.3, "save": 0.03, "step": 0.1, "evaluation": 0.1, "end": 0.3}
 """Seconds within which the kill comes, once the phase has begun."""
 
@@ -106,6 +110,9 @@ class Runner:
         self.disk = args.disk
         self.cache = folder / "cache"
         self.phases, self.output = folder / "phases", folder / "output"
+        self.server = multiprocessing.get_context("forkserver")
+        self.server.set_forkserver_preload(IMPORTED)
+        os.environ["OMP_NUM_THREADS"] = "1"  # which the server reads as it imports torch
         self.options = f"""
             ouro-tiny --steps {steps} --width 32 --samples 60 --validation 8 --data.max_length 192
             --packing {args.packing} --workers 1 --data.cache {self.cache}
@@ -118,38 +125,38 @@ class Runner:
         """The output of the last attempt."""
         return self.output.read_text()
 
-    def start(self, out: Path) -> list[subprocess.Popen]:
+    def start(self, out: Path) -> list[ForkServerProcess]:
         """The processes of an attempt on the run in `out`."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.phases.write_text("")
+        self.output.write_text("")
         resume = ["--resume"] if (out / "config.yaml").exists() else []
-        command = [sys.executable, "-m", "benchmarks.phases", "train", *self.options]
+        words = ["train", *self.options, "--out", str(out), *resume]
         started = []
-        with self.output.open("w") as output:
-            for rank in range(self.processes):
-                world = {
-                    "RANK": rank,
-                    "LOCAL_RANK": rank,
-                    "WORLD_SIZE": self.processes,
-                    "LOCAL_WORLD_SIZE": self.processes,
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": port,
-                    "OMP_NUM_THREADS": 1,
-                    "PHASES": self.phases if rank == 0 else os.devnull,
-                }
-                environment = os.environ | {name: str(value) for name, value in world.items()}
-                started.append(
-                    subprocess.Popen(
-                        [*command, "--out", str(out), *resume], env=environment, stderr=output
-                    )
-                )
+        for rank in range(self.processes):
+            world = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": self.processes,
+                "LOCAL_WORLD_SIZE": self.processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "PHASES": self.phases if rank == 0 else os.devnull,
+            }
+            environment = {name: str(value) for name, value in world.items()}
+            arguments = (words, environment, str(self.output))
+            started.append(self.server.Process(target=phases.attempt, args=arguments))
+            started[-1].start()
         return started
 
     def whole(self, out: Path) -> int:
         """Run to the end; the worst exit code."""
-        return max(process.wait() for process in self.start(out))
+        processes = self.start(out)
+        for process in processes:
+            process.join()
+        return max(abs(process.exitcode or 0) for process in processes)
 
     def killed(self, out: Path, phase: str, rng: random.Random, fill: bool) -> None:
         """One attempt that is killed in `phase`, with `fill` after a save that failed."""
@@ -166,11 +173,11 @@ class Runner:
             self._go_on(processes)
         time.sleep(rng.uniform(0, DELAYS[phase]))
         for process in processes:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         for process in processes:
-            process.wait()
+            process.join()
 
-    def _fill_disk(self, processes: list[subprocess.Popen], rng: random.Random) -> None:
+    def _fill_disk(self, processes: list[ForkServerProcess], rng: random.Random) -> None:
         """Have no room on the disk when a save comes, until the run has said so."""
         saves = rng.randint(1, 2)
         while sum((step + 1) % SAVE_EVERY == 0 for step in self._steps()) < saves:
@@ -180,7 +187,7 @@ class Runner:
             self._go_on(processes)
         self._limit(processes, full=False)
 
-    def _limit(self, processes: list[subprocess.Popen], full: bool) -> None:
+    def _limit(self, processes: list[ForkServerProcess], full: bool) -> None:
         if self.disk is None:
             most = 20_000 if full else resource.RLIM_INFINITY
             for process in processes:
@@ -200,8 +207,8 @@ class Runner:
         text = self.phases.read_text().rpartition("\n")[0]
         return [int(line.split()[1]) for line in text.splitlines() if line.startswith("step")]
 
-    def _go_on(self, processes: list[subprocess.Popen]) -> None:
-        assert all(process.poll() is None for process in processes), self.said()
+    def _go_on(self, processes: list[ForkServerProcess]) -> None:
+        assert all(process.is_alive() for process in processes), self.said()
         time.sleep(0.001)
 
 

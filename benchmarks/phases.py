@@ -1,5 +1,5 @@
 """`stars-fast`, with a line in the file PHASES for each phase that a run comes to, so that another
-process can kill it there: python -m benchmarks.phases train ..."""
+process can kill it there."""
 
 import os
 import sys
@@ -8,6 +8,24 @@ from stars_fast.cli import main
 from stars_fast.data import tokenised
 from stars_fast.training.run import task, trainer
 from stars_fast.training.run.checkpoint import Checkpoints
+
+PHASES = (
+    (tokenised, "_write_splits", "tokenising"),
+    (Checkpoints, "_begin", "save"),
+    (trainer, "train_step", "step"),
+    (task.TextJudge, "results", "evaluation"),
+    (trainer.Trainer, "_finish", "end"),
+)
+
+
+def attempt(words: list[str], environment: dict[str, str], output: str) -> None:
+    """`stars-fast` with these words in this process, its standard error at the end of `output`."""
+    os.environ.update(environment)
+    with open(output, "a") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    for owner, name, phase in PHASES:
+        setattr(owner, name, announced(phase, getattr(owner, name)))
+    sys.exit(main(words))
 
 
 def announced(phase, call):
@@ -18,16 +36,3 @@ def announced(phase, call):
         return call(*args)
 
     return announce
-
-
-for owner, name, phase in (
-    (tokenised, "_write_splits", "tokenising"),
-    (Checkpoints, "_begin", "save"),
-    (trainer, "train_step", "step"),
-    (task.TextJudge, "results", "evaluation"),
-    (trainer.Trainer, "_finish", "end"),
-):
-    setattr(owner, name, announced(phase, getattr(owner, name)))
-
-if __name__ == "__main__":
-    sys.exit(main())

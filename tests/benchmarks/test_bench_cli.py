@@ -57,15 +57,16 @@ def test_block(tmp_path, capsys):
 
 
 def test_block_of_given_sizes_out_of_memory(tmp_path, capsys):
-    sizes = "--width 64 --heads 2 --d-ff 128 --layers 1 --batch 1 --memory 64,128".split()
+    """The least length takes 2 MiB for one attention's scores alone: more than a heap has left."""
+    sizes = "--width 64 --heads 2 --d-ff 128 --layers 1 --batch 1 --memory 512,1024".split()
     path = tmp_path / "a.json"
-    limit = ["--memory-limit", "0.5", "--ways", "double_backward", "--device", "cpu"]
+    limit = ["--memory-limit", "1", "--ways", "double_backward", "--device", "cpu"]
     assert main(["bench", "block", *sizes, *limit, "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    assert found["memory_limit"] == 0.5
+    assert found["memory_limit"] == 1
     assert found["memory"]["block"] == {
-        "64": {"double_backward": "out of memory"},
-        "128": {"double_backward": None},
+        "512": {"double_backward": "out of memory"},
+        "1024": {"double_backward": None},
     }
     assert "out of memory" in capsys.readouterr().out
 

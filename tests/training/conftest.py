@@ -1,11 +1,7 @@
 """A run small enough for a test, and a way to start one as one or more processes."""
 
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
+from ranks import run_ranks
 
 from stars_fast.base.tree import merge
 from stars_fast.training.config import config_from
@@ -56,27 +52,4 @@ def tiny(tiny_in, tmp_path):
 @pytest.fixture(scope="session")
 def launch():
     """launch(command, processes) -> exit codes; `command` runs once a rank, as torchrun would."""
-
-    def run(command, processes=1, timeout=100):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        started = []
-        for rank in range(processes):
-            ranks = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": 1,
-            }
-            environment = os.environ | {name: str(value) for name, value in ranks.items()}
-            started.append(subprocess.Popen([sys.executable, *command], env=environment))
-        try:
-            return [process.wait(timeout) for process in started]
-        finally:
-            for process in started:
-                process.kill()
-
-    return run
+    return run_ranks

@@ -1,8 +1,6 @@
 """Decoders of several architectures trained with STARS as looped ones, judged and exported."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -116,13 +114,13 @@ def test_recomputed_layers_change_nothing(run_of):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_are_one(run_of, tmp_path, kind):
+def test_two_processes_are_one(run_of, launch, tmp_path, kind):
     """Tied weights too: Gemma's head is its embedding."""
     config = run_of("gemma3", "one", model={"injection": "adapter"}, train={"steps": 3})
     save_config(config, tmp_path / "recipe.yaml")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
-    command += ["stars_fast.cli", "train", str(tmp_path / "recipe.yaml"), "--parallel.kind", kind]
-    subprocess.run([*command, "--out", str(tmp_path / "two")], check=True)
+    command = ["-m", "stars_fast.cli", "train", str(tmp_path / "recipe.yaml")]
+    words = ["--parallel.kind", kind, "--out", str(tmp_path / "two")]
+    assert launch([*command, *words], 2) == [0, 0]
     one, two = rows_of(train(config).folder), rows_of(tmp_path / "two")
     for mine, theirs in zip(one, two, strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

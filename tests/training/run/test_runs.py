@@ -102,7 +102,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(runs):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_ten_steps_are_five_and_kill_and_five_more(runs, processes):
+def test_ten_steps_are_five_and_kill_and_five_more(runs, launch, processes):
     straight, killed = runs / f"straight-{processes}", runs / f"killed-{processes}"
     assert sorted(checkpoints(killed / "checkpoints")) == [5]
     assert [row["step"] for row in read_metrics(killed / "metrics.jsonl")] == list(range(1, 8))
@@ -110,9 +110,11 @@ def test_ten_steps_are_five_and_kill_and_five_more(runs, processes):
     command = ["-m", "stars_fast.cli", "train", str(killed), "--resume"]
     if processes > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-        command = [*launcher, str(processes), *command]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *command], env=environment, check=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        whole = [sys.executable, *launcher, str(processes), *command]
+        subprocess.run(whole, env=environment, check=True)
+    else:
+        assert launch(command) == [0]
 
     assert [row["step"] for row in rows(straight)] == list(range(1, 11))
     assert len({row["depth"] for row in rows(straight)}) > 1

@@ -1,0 +1,69 @@
+"""Processes as torchrun would start them, but forked from one that has imported the package, which
+would cost each of them seconds."""
+
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from unittest.mock import patch
+
+IMPORTED = ["pytest", "stars_fast.training.run.trainer", "stars_fast.models.ouro"]
+# The second: to ask whether there is a GPU must not start CUDA, which does not outlive a fork.
+AT_IMPORT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def begin(command, environment, log):
+    """Becomes `python COMMAND` with its output in the file `log`."""
+    written = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(written, stream)
+    os.environ.update(environment)
+    if command[0] == "-m":
+        sys.argv = command[1:]
+        runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        sys.path.insert(0, os.path.dirname(command[0]))
+        runpy.run_path(command[0], run_name="__main__")
+
+
+def run_ranks(command, processes=1, timeout=100):
+    """Exit codes of `python COMMAND` as so many processes of one group; what they write to stdout
+    and stderr is on stderr once they have ended. After `timeout` seconds those still at work are
+    killed, with TimeoutError."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    with tempfile.NamedTemporaryFile() as log:
+        for rank in range(processes):
+            ranks = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": processes,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            environment = os.environ | {name: str(value) for name, value in ranks.items()}
+            started.append(context.Process(target=begin, args=(command, environment, log.name)))
+        with patch.dict(os.environ, AT_IMPORT):
+            for process in started:
+                process.start()
+        end = time.monotonic() + timeout
+        try:
+            for process in started:
+                process.join(max(end - time.monotonic(), 0))
+            if any(process.is_alive() for process in started):
+                raise TimeoutError(f"{command} was at work for {timeout} s")
+            return [process.exitcode for process in started]
+        finally:
+            for process in started:
+                with suppress(ValueError):
+                    process.kill()
+            print(log.read().decode(errors="replace"), file=sys.stderr)
