@@ -23,9 +23,14 @@ IMPORTED = [
 
 @cache
 def server():
-    """What starts the processes, and the folder in which they keep the code of a checkpoint."""
+    """What starts the processes, and the folder in which they keep the code of a checkpoint.
+
+    A process has one such server, whoever starts it first.
+    """
     folder = TemporaryDirectory()
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    # To ask whether there is a GPU must not start CUDA, which does not outlive a fork.
+    offline["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     with patch.dict(os.environ, offline | {"HF_MODULES_CACHE": folder.name}):

@@ -1,7 +1,6 @@
-"""Processes as torchrun would start them, but forked from one that has imported the package, which
-would cost each of them seconds."""
+"""Processes as torchrun would start them, but forked from one that has imported torch and
+transformers, which would cost each of them seconds."""
 
-import multiprocessing
 import os
 import runpy
 import socket
@@ -9,11 +8,8 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from unittest.mock import patch
 
-IMPORTED = ["pytest", "stars_fast.training.run.trainer", "stars_fast.models.ouro"]
-# The second: to ask whether there is a GPU must not start CUDA, which does not outlive a fork.
-AT_IMPORT = {"OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+import fresh
 
 
 def begin(command, environment, log):
@@ -35,8 +31,7 @@ def run_ranks(command, processes=1, timeout=100):
     """Exit codes of `python COMMAND` as so many processes of one group; what they write to stdout
     and stderr is on stderr once they have ended. After `timeout` seconds those still at work are
     killed, with TimeoutError."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
+    context, _ = fresh.server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -52,9 +47,8 @@ def run_ranks(command, processes=1, timeout=100):
             }
             environment = os.environ | {name: str(value) for name, value in ranks.items()}
             started.append(context.Process(target=begin, args=(command, environment, log.name)))
-        with patch.dict(os.environ, AT_IMPORT):
-            for process in started:
-                process.start()
+        for process in started:
+            process.start()
         end = time.monotonic() + timeout
         try:
             for process in started:
