@@ -89,12 +89,15 @@ def said(script, *words):
     return run((script, words, {}))[0]
 
 
-def two_ranks(script, *words, **environment):
-    """What a script prints in each of two processes of one group."""
+def places(processes):
+    """The environment of each process of one group, as torchrun sets it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    group |= environment
-    places = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    return run(*((script, words, place) for place in places))
+    group = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+
+
+def two_ranks(script, *words, **environment):
+    """What a script prints in each of two processes of one group."""
+    return run(*((script, words, place | environment) for place in places(2)))

@@ -3,7 +3,6 @@ transformers, which would cost each of them seconds."""
 
 import os
 import runpy
-import socket
 import sys
 import tempfile
 import time
@@ -32,21 +31,11 @@ def run_ranks(command, processes=1, timeout=100):
     and stderr is on stderr once they have ended. After `timeout` seconds those still at work are
     killed, with TimeoutError."""
     context, _ = fresh.server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     started = []
     with tempfile.NamedTemporaryFile() as log:
-        for rank in range(processes):
-            ranks = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": processes,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            environment = os.environ | {name: str(value) for name, value in ranks.items()}
-            started.append(context.Process(target=begin, args=(command, environment, log.name)))
+        for place in fresh.places(processes):
+            arguments = (command, os.environ | place, log.name)
+            started.append(context.Process(target=begin, args=arguments))
         for process in started:
             process.start()
         end = time.monotonic() + timeout
