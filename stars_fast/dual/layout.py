@@ -8,7 +8,7 @@ than in eager, so every rule keeps eager's order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,13 +41,22 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     if primal.is_contiguous() or primal.numel() == 0:
         return torch.stack((primal, tangent)), _as_it_is
     order = order_of(primal)
-    if order is not None and primal.permute(order).is_contiguous():
-        halves = torch.stack((primal.permute(order), tangent.permute(order)))
-        return halves, functools.partial(_shifted, order=_inverse(order))
-    span, strides = _strides_with_gaps(primal)
+    shared = 0 in primal.stride()
+    usual = tuple(range(primal.dim())) if order is None else order
+    if shared or (order is not None and primal.permute(order).is_contiguous()):
+        memory = torch.stack((primal.permute(usual), tangent.permute(usual))).contiguous()
+        if shared and not torch.compiler.is_compiling():
+            _remember(memory, primal.permute(usual).stride())
+        return memory, functools.partial(_shifted, order=_inverse(usual))
+    span = 1 + sum(
+        step * (size - 1) for step, size in zip(primal.stride(), primal.shape, strict=True)
+    )
     memory = primal.new_empty(2 * span)
     arrange = functools.partial(
-        torch.as_strided, size=(2, *primal.shape), stride=(span, *strides), storage_offset=0
+        torch.as_strided,
+        size=(2, *primal.shape),
+        stride=(span, *primal.stride()),
+        storage_offset=0,
     )
     stack = arrange(memory)
     stack[0].copy_(primal)
@@ -55,17 +64,52 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     return memory, arrange
 
 
-def _strides_with_gaps(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Elements from the first to the last, and strides of memory that is contiguous where x is: x's
-    own; an expanded dimension, which a pair can't share, gets memory that no reshape can merge with
-    its neighbours."""
-    strides = list(x.stride())
-    span = 1 + sum(step * (size - 1) for step, size in zip(strides, x.shape, strict=True))
-    for dim in reversed(range(x.dim())):
-        if strides[dim] == 0 and x.shape[dim] > 1:
-            strides[dim] = span + 1
-            span += strides[dim] * (x.shape[dim] - 1)
-    return span, tuple(strides)
+# Rows of an expanded primal move apart and get memory of their own, which lies as that of eager's
+# elementwise results; whether eager copies is asked of the strides that the primal had.
+_some_expanded = False
+
+
+def some_expanded() -> bool:
+    """Whether any primal was expanded: where none was, nobody has to ask on."""
+    return _some_expanded
+
+
+def _remember(memory: Tensor, strides: tuple[int, ...]) -> None:
+    """Of the memory of a pair: its own strides, and those of the primal that it was made of."""
+    global _some_expanded
+    _some_expanded = True
+    memory.untyped_storage().expanded = tuple(zip(memory.stride()[1:], strides, strict=True))  # type: ignore[attr-defined]
+
+
+def seen_by_eager(stack: Tensor) -> Tensor | None:
+    """A meta tensor with the strides that the primal of a stack has in eager, where it is a view of
+    an expanded tensor; None where they are its own."""
+    if not _some_expanded:
+        return None
+    expanded = getattr(stack.untyped_storage(), "expanded", None)
+    if expanded is None:
+        return None
+    strides = []
+    for rest in stack.stride()[1:]:
+        stride = 0
+        for own, primal in expanded:  # from the slowest: a diagonal steps in several dimensions
+            steps, rest = divmod(rest, own)
+            stride += steps * primal
+        strides.append(stride)
+    return torch.empty_strided(stack.shape[1:], strides, dtype=stack.dtype, device="meta")
+
+
+def views_in_eager(stack: Tensor, shape: Sequence[int]) -> bool:
+    """Whether eager's `reshape` to a shape of the primal is a view, not a copy, where
+    `seen_by_eager` says what a stack can't."""
+    likeness = seen_by_eager(stack)
+    if likeness is None:
+        return True
+    try:
+        likeness.view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _as_it_is(stack: Tensor) -> Tensor:
@@ -79,6 +123,14 @@ def in_memory_order(op: Callable[[Tensor], Tensor], stack: Tensor) -> Tensor:
     if order is None:
         return op(stack)
     return _shifted(op(_shifted(stack, order)), _inverse(order))
+
+
+def in_order(stack: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """`stack` with both halves dense in memory, their dimensions in this order (None: as they are),
+    copied only where they are not."""
+    if order is None:
+        return stack.contiguous()
+    return _shifted(_shifted(stack, order).contiguous(), _inverse(order))
 
 
 def _shifted(stack: Tensor, order: tuple[int, ...]) -> Tensor:

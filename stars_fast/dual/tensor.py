@@ -15,9 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
+from stars_fast.dual import layout
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import RECORDERS, RULES, Rule, answer_without_rule, report
@@ -199,7 +201,40 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         # A form of the torch function that the rule does not know, such as axis= for dim=.
         return answer_without_rule(func, args, kwargs)
     report(found.name, found.kind)
+    if type(result) is Dual and layout.some_expanded():
+        return _as_eager_lays_it(result, func, args, kwargs)
     return result
+
+
+def _as_eager_lays_it(result: Dual, func: Any, args: tuple, kwargs: dict) -> Dual:
+    """A result in the memory order that eager gives it. Rules take it from the strides of a pair,
+    which are not eager's where a primal was expanded; attention asks for those itself."""
+    leaves = tree_leaves((args, kwargs))
+    expanded = any(type(x) is Dual and layout.seen_by_eager(x.stack) is not None for x in leaves)
+    a_view = layout.seen_by_eager(result.stack) is not None
+    if not expanded or a_view or func is F.scaled_dot_product_attention:
+        return result
+    args, kwargs = tree_map(_likeness, (args, kwargs))
+    try:
+        with _no_torch_function(), torch.no_grad():
+            like = func(*args, **kwargs)
+    except Exception:  # depends on values, or torch can't do it without them
+        return result
+    if not isinstance(like, Tensor) or like.shape != result.shape:
+        return result
+    stack = layout.in_order(result.stack, layout.order_of(like))
+    return result if stack is result.stack else pair_of(stack)
+
+
+def _likeness(x: Any) -> Any:
+    """A tensor without values that has the strides of x in eager."""
+    if not isinstance(x, Tensor):
+        return x
+    seen = layout.seen_by_eager(x.stack) if type(x) is Dual else None
+    if seen is not None:
+        return seen
+    x = primal_of(x)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 QUICK: dict[Any, Callable[[Dual], Any]] = {}

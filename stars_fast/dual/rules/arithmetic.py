@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import torch
@@ -156,7 +157,9 @@ def power(input: Any, exponent: Any) -> Dual:
 
 
 @rule("__rpow__", kind="product")
-def rpow(input: Any, other: Any) -> Dual:
+def rpow(input: Any, other: Any) -> Any:
+    if isinstance(other, numbers.Number):  # the memory order is not that of a tensor's power
+        return jvp(torch.pow, "pow", (other, input), {})
     return power(torch.as_tensor(other, dtype=input.dtype, device=input.device), input)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from stars_fast import ops
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.in_place import assign, in_place_form
-from stars_fast.dual.layout import in_memory_order
+from stars_fast.dual.layout import in_memory_order, in_order, order_of, seen_by_eager
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import add_rule
 from stars_fast.dual.rule import rule
@@ -234,7 +235,8 @@ def rms_norm_rule(
     stack, width = _flat_norm_input(input, normalized_shape)
     weight = _flat(weight)
     dtype = eager_dtype(lambda x: F.rms_norm(x, (width,), weight), stack, (0, width))
-    return Dual(ops.rms_norm(stack, weight, eps, dtype).view(input.stack.shape))
+    y = ops.rms_norm(stack, weight, eps, dtype).view(input.stack.shape)
+    return Dual(_in_order_of(y, input.stack))
 
 
 def _by_channel(parameter: Any, ndim: int) -> Any:
@@ -406,10 +408,10 @@ def scaled_dot_product_attention(
     needs_parts = dropout_p > 0 or not 3 <= query.dim() <= 4
     if isinstance(attn_mask, Tensor):
         needs_parts = needs_parts or type(attn_mask) is Dual or attn_mask.requires_grad
+    order = _order_of_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
     if needs_parts:
-        return _unfused_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        )
+        parts = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return Dual(in_order(_unfused_attention(*parts).stack, order))
     if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1] != 1:
         raise RuntimeError(
             f"scaled_dot_product_attention: query has {query.shape[1]} heads and key "
@@ -424,10 +426,37 @@ def scaled_dot_product_attention(
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(1)
     if k.shape[1] != q.shape[1]:
-        k, v = (x.expand(2, q.shape[1], *x.shape[2:]) for x in (k, v))
+        batch = max(q.shape[1], k.shape[1], key=lambda size: size != 1)
+        q, k, v = (x.expand(2, batch, *x.shape[2:]) for x in (q, k, v))
     out = ops.attention(q, k, v, attn_mask, is_causal, scale)
-    if query.dim() == 3:
-        return Dual(out.squeeze(2))
-    # Eager's result has the memory order of the query's dimensions; that of ours is [B, S, H, D].
-    _, head, row, _ = primal_of(query).stride()
-    return Dual(out if 0 < head < row else out.contiguous())
+    out = out.squeeze(2) if query.dim() == 3 else out
+    return Dual(in_order(out, order))
+
+
+# The kernel for CPUs takes three dimensions, and groups of heads of its own accord, from here on.
+_TAKES_MORE = TorchVersion(torch.__version__) >= (2, 14)
+
+
+def _order_of_attention(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float, gqa: bool
+) -> tuple[int, ...] | None:
+    """Memory order of eager's result: that of the query where one of its kernels takes the inputs;
+    None for the usual order."""
+    query, key, value = map(_as_in_eager, (query, key, value))
+    fused = (
+        all(x.stride(-1) == 1 for x in (query, key, value))
+        and (query.dim() == 4 or (query.dim() == 3 and _TAKES_MORE))
+        and query.shape[0] == key.shape[0]
+        and (query.shape[-3] == key.shape[-3] or gqa or _TAKES_MORE)
+        and query.shape[-1] == value.shape[-1]
+        and key.shape[-2] > 0
+        and dropout_p == 0
+        and (mask is None or mask.dim() in (2, query.dim()))
+        and not (mask is not None and mask.requires_grad)
+    )
+    return order_of(query) if fused else None
+
+
+def _as_in_eager(x: Any) -> Tensor:
+    likeness = seen_by_eager(x.stack) if type(x) is Dual else None
+    return primal_of(x) if likeness is None else likeness

@@ -11,6 +11,7 @@ from torch import Tensor
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.layout import seen_by_eager
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, primal_of
@@ -19,7 +20,7 @@ from stars_fast.dual.tensor import Dual, primal_of
 _PRIMAL = """
     dtype device layout is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested
     is_mps is_xpu is_xla is_neg names itemsize nbytes element_size get_device is_floating_point
-    is_complex is_contiguous is_inference is_conj stride storage_offset is_same_size bool
+    is_complex is_inference is_conj storage_offset is_same_size bool
     __bool__ __int__ __index__ __contains__ is_nonzero eq ne lt le gt ge equal
     __eq__ __ne__ __lt__ __le__ __gt__ __ge__ isclose allclose greater greater_equal less
     less_equal not_equal isnan isinf isfinite isposinf isneginf isreal signbit logical_not
@@ -44,6 +45,22 @@ def _register_primal() -> None:
 
 
 _register_primal()
+
+
+def _register_layout() -> None:
+    for name in ("stride", "is_contiguous"):
+        method = getattr(Tensor, name)
+
+        def answer(
+            input: Dual, *args: Any, _method: Callable[..., Any] = method, **kwargs: Any
+        ) -> Any:
+            seen = seen_by_eager(input.stack)
+            return _method(input.stack[0] if seen is None else seen, *args, **kwargs)
+
+        add_rule(name, "primal", answer)
+
+
+_register_layout()
 
 
 def _register_numbers() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.layout import stack_pair
+from stars_fast.dual.layout import seen_by_eager, stack_pair, views_in_eager
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
-from stars_fast.dual.tensor import Dual, align, primal_of
+from stars_fast.dual.tensor import Dual, align, freeze, primal_of
 
 
 def shift(dim: int, stack: Tensor, extra: int = 0) -> int:
@@ -60,7 +61,16 @@ def structural(
 def view(input: Dual, *shape: Any) -> Dual:
     if shape and isinstance(shape[0], torch.dtype):
         raise RuntimeError("stars_fast: view(dtype) reinterprets bits and has no tangent")
-    return Dual(input.stack.view(2, *sizes(shape)))
+    stack, shape = input.stack, sizes(shape)
+    likeness = seen_by_eager(stack)
+    if likeness is None:
+        return Dual(stack.view(2, *shape))
+    likeness.view(shape)  # or eager's error
+    copy = Dual(stack.reshape(2, *shape))
+    if copy.stack.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr():
+        for pair in (input, copy):  # a view in eager: no later write may go through either
+            freeze(pair, "view")
+    return copy
 
 
 @rule("view_as", kind="stacked")
@@ -70,7 +80,12 @@ def view_as(input: Any, other: Tensor) -> Any:
 
 @rule("reshape", kind="stacked")
 def reshape(input: Dual, *shape: Any, **kwargs: Any) -> Dual:
-    return Dual(input.stack.reshape(2, *(kwargs.get("shape") or sizes(shape))))
+    return _reshaped(input.stack, kwargs.get("shape") or sizes(shape))
+
+
+def _reshaped(stack: Tensor, shape: Sequence[int]) -> Dual:
+    stack = stack if views_in_eager(stack, shape) else stack.clone()
+    return Dual(stack.reshape(2, *shape))
 
 
 @rule("reshape_as", kind="stacked")
@@ -83,12 +98,16 @@ def flatten_rule(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
     if input.stack.dim() == 1:
         return Dual(input.stack.unsqueeze(1))
     first, last = (shift(dim, input.stack) % input.stack.dim() for dim in (start_dim, end_dim))
-    return input if first == last else Dual(input.stack.flatten(first, last))
+    if first == last:
+        return input
+    shape = input.stack.shape
+    merged = math.prod(shape[first : last + 1])
+    return _reshaped(input.stack, (*shape[1:first], merged, *shape[last + 1 :]))
 
 
 @rule("ravel", kind="stacked")
 def ravel(input: Dual) -> Dual:
-    return Dual(input.stack.reshape(2, -1).contiguous())
+    return contiguous(_reshaped(input.stack, (-1,)))
 
 
 @structural("unflatten")
@@ -344,7 +363,7 @@ def _lift_all(tensors: Sequence[Any]) -> list[Tensor]:
 def cat(tensors: Sequence[Any], dim: int = 0) -> Dual:
     # torch skips empty one-dimensional tensors whatever the others' rank.
     stacks = _lift_all([each for each in tensors if tuple(each.shape) != (0,)] or tensors)
-    if all(_is_channels_last(stack[0]) for stack in stacks):
+    if any(map(_is_in_other_format, stacks)):
         return _by_halves(torch.cat, stacks, dim)
     return Dual(torch.cat(stacks, shift(dim, stacks[0])))
 
@@ -352,19 +371,17 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> Dual:
 @rule("stack", kind="stacked")
 def stack(tensors: Sequence[Any], dim: int = 0) -> Dual:
     stacks = _lift_all(tensors)
-    if all(_is_channels_last(stack[0]) for stack in stacks):
+    if any(map(_is_in_other_format, stacks)):
         return _by_halves(torch.stack, stacks, dim)
     return Dual(torch.stack(stacks, shift(dim, stacks[0], 1)))
 
 
-def _is_channels_last(x: Tensor) -> bool:
-    """Whether torch joins such tensors in their own memory format, which a stack would hide."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    return (
-        x.dim() in formats
-        and not x.is_contiguous()
-        and x.is_contiguous(memory_format=formats[x.dim()])
-    )
+def _is_in_other_format(stack: Tensor) -> bool:
+    """Whether torch might take a stack, or its halves, for one with the channels last, whose memory
+    format it would keep when it joins them: it asks for the rank and the order of the strides."""
+    strides = stack.stride()
+    whole = len(strides) in (4, 5) and strides[1] < strides[-1]
+    return whole or (len(strides) in (5, 6) and strides[2] < strides[-1])
 
 
 def _by_halves(join: Callable[..., Tensor], stacks: list[Tensor], dim: int) -> Dual:
@@ -374,7 +391,9 @@ def _by_halves(join: Callable[..., Tensor], stacks: list[Tensor], dim: int) -> D
 
 @rule("contiguous", kind="stacked")
 def contiguous(input: Dual, memory_format: torch.memory_format = torch.contiguous_format) -> Dual:
-    if input.stack[0].is_contiguous(memory_format=memory_format):
+    likeness = seen_by_eager(input.stack)
+    primal = input.stack[0] if likeness is None else likeness
+    if primal.is_contiguous(memory_format=memory_format):
         return input
     return _in_format(input, memory_format)
 

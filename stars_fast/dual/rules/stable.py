@@ -104,7 +104,7 @@ def prod(
         x = pairs if x.shape[-1] == 2 * half else torch.cat((pairs, x[..., -1:]), -1)
     if dim is not None:
         x = x.transpose(dim, -1)
-        return (x if keepdim else x.squeeze(dim)).to(out)
+        return (x if keepdim else x.squeeze(dim)).to(out).contiguous()
     return x[0].to(out)
 
 
