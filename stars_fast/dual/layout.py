@@ -137,6 +137,19 @@ def _shifted(stack: Tensor, order: tuple[int, ...]) -> Tensor:
     return stack.permute(0, *(dim + 1 for dim in order))
 
 
+def is_channels_last(x: Tensor) -> bool:
+    """Whether torch's norms and joins take [N, C, ...] for channels last: by its strides alone,
+    with gaps or without."""
+    if x.dim() not in (4, 5) or x.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, *reversed(range(2, x.dim())), 0):
+        if x.stride(dim) < least or (dim == 0 and least == x.stride(1)):
+            return False
+        least = x.stride(dim) * max(x.shape[dim], 1)
+    return True
+
+
 def overlaps(x: Tensor) -> bool:
     """Whether two elements of x may share memory, as in an expanded tensor or a sliding window."""
     reach = 0

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from stars_fast.dual import layout
 from stars_fast.dual.caller import torch_keeps
@@ -190,6 +190,13 @@ def respond(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
 
 def answer(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run one op on Duals, now."""
+    result = _by_rule(func, args, kwargs)
+    if layout.some_expanded():
+        return _as_eager_lays_it(result, func, args, kwargs)
+    return result
+
+
+def _by_rule(func: Any, args: tuple, kwargs: dict) -> Any:
     found = RULES.get(func)
     if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
         return answer_without_rule(func, args, kwargs)
@@ -201,29 +208,44 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
         # A form of the torch function that the rule does not know, such as axis= for dim=.
         return answer_without_rule(func, args, kwargs)
     report(found.name, found.kind)
-    if type(result) is Dual and layout.some_expanded():
-        return _as_eager_lays_it(result, func, args, kwargs)
     return result
 
 
-def _as_eager_lays_it(result: Dual, func: Any, args: tuple, kwargs: dict) -> Dual:
+# What lies elsewhere without values than with them; the rules of these take the right order.
+_NOT_ON_META = {
+    F.scaled_dot_product_attention,
+    F.logsigmoid,
+    torch.index_fill,
+    torch.Tensor.index_fill,
+}
+
+
+def _as_eager_lays_it(result: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     """A result in the memory order that eager gives it. Rules take it from the strides of a pair,
-    which are not eager's where a primal was expanded; attention asks for those itself."""
+    which are not eager's where a primal was expanded."""
     leaves = tree_leaves((args, kwargs))
-    expanded = any(type(x) is Dual and layout.seen_by_eager(x.stack) is not None for x in leaves)
-    a_view = layout.seen_by_eager(result.stack) is not None
-    if not expanded or a_view or func is F.scaled_dot_product_attention:
+    given = [x for x in leaves if type(x) is Dual and x.step is None]  # what waits is no view
+    if func in _NOT_ON_META or all(layout.seen_by_eager(x.stack) is None for x in given):
         return result
     args, kwargs = tree_map(_likeness, (args, kwargs))
     try:
         with _no_torch_function(), torch.no_grad():
-            like = func(*args, **kwargs)
+            likes = tree_leaves(func(*args, **kwargs))
     except Exception:  # depends on values, or torch can't do it without them
         return result
-    if not isinstance(like, Tensor) or like.shape != result.shape:
+    parts, spec = tree_flatten(result)
+    if len(parts) != len(likes):
         return result
-    stack = layout.in_order(result.stack, layout.order_of(like))
-    return result if stack is result.stack else pair_of(stack)
+    memories = {x.stack.untyped_storage().data_ptr() for x in given}
+
+    def laid_out(x: Any, like: Any) -> Any:
+        if type(x) is not Dual or not isinstance(like, Tensor) or x.shape != like.shape:
+            return x
+        if x.stack.untyped_storage().data_ptr() in memories:  # a view, or what was written into
+            return x
+        return pair_of(layout.in_order(x.stack, layout.order_of(like)))
+
+    return tree_unflatten(map(laid_out, parts, likes), spec)
 
 
 def _likeness(x: Any) -> Any:

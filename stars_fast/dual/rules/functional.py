@@ -14,7 +14,13 @@ from torch.torch_version import TorchVersion
 from stars_fast import ops
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.in_place import assign, in_place_form
-from stars_fast.dual.layout import in_memory_order, in_order, order_of, seen_by_eager
+from stars_fast.dual.layout import (
+    in_memory_order,
+    in_order,
+    is_channels_last,
+    order_of,
+    seen_by_eager,
+)
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import add_rule
 from stars_fast.dual.rule import rule
@@ -236,7 +242,7 @@ def rms_norm_rule(
     weight = _flat(weight)
     dtype = eager_dtype(lambda x: F.rms_norm(x, (width,), weight), stack, (0, width))
     y = ops.rms_norm(stack, weight, eps, dtype).view(input.stack.shape)
-    return Dual(_in_order_of(y, input.stack))
+    return Dual(_in_format_of(y, input.stack))
 
 
 def _by_channel(parameter: Any, ndim: int) -> Any:
@@ -251,12 +257,10 @@ def _standardise_groups(input: Dual, shape: tuple[int, ...], eps: float) -> Dual
     return Dual(ops.layer_norm(flat, None, None, eps).view(stack.shape))
 
 
-def _in_order_of(stack: Tensor, like: Tensor) -> Tensor:
-    """A stack in memory as another of its shape, where that has the channels last."""
-    last = {5: torch.channels_last, 6: torch.channels_last_3d}.get(like.dim())
-    if last is None or like[0].is_contiguous() or not like[0].is_contiguous(memory_format=last):
-        return stack
-    return torch.empty_like(like, dtype=stack.dtype).copy_(stack)
+def _in_format_of(stack: Tensor, like: Tensor) -> Tensor:
+    """A stack in memory as another of its shape, where torch takes that for channels last."""
+    last = (0, *range(2, like.dim() - 1), 1)
+    return in_order(stack, last if is_channels_last(like[0]) else None)
 
 
 @rule("group_norm", kind="fused")
@@ -279,7 +283,7 @@ def group_norm(
     y = _standardise_groups(input, (input.shape[0], num_groups), eps)
     weight, bias = (_by_channel(widened(each), input.dim()) for each in (weight, bias))
     y = _affine(y, weight, bias)
-    return Dual(_in_order_of(y.stack.to(dtype), input.stack))
+    return Dual(_in_format_of(y.stack.to(dtype), input.stack))
 
 
 @rule("instance_norm", kind="fused", owners=(F,))
@@ -434,7 +438,7 @@ def scaled_dot_product_attention(
 
 
 # The kernel for CPUs takes three dimensions, and groups of heads of its own accord, from here on.
-_TAKES_MORE = TorchVersion(torch.__version__) >= (2, 14)
+_TAKES_MORE = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 
 
 def _order_of_attention(

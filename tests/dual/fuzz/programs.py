@@ -30,18 +30,33 @@ TOOLS = {name: getattr(tools, name) for name in tools.__all__}
 # a backward pass would need, or to one of several views. The last two run the whole block inside.
 MODES = {"all": "hWb", "weights": "Wb", "no_grad": "", "inference": ""}
 MODES |= {"checkpoint": "hWb", "save_on_cpu": "Wb"}
-LAYOUTS = ("contiguous", "transposed", "sliced", "expanded")
-LAYOUT_QUESTIONS = ("is_contiguous", "stride", "storage_offset", "select_scatter", "slice_scatter")
+LAYOUTS = {"contiguous": 16, "transposed": 2, "turned": 1, "swapped": 1, "sliced": 3}
+LAYOUTS |= {"expanded": 1, "expanded inside": 1}
+SCATTERS = ("select_scatter", "slice_scatter")
 
 
 def lay_out(h, layout):
     """h with the strides of a layout."""
+    dims = range(h.dim())
     if layout == "transposed":
-        order = tuple(reversed(range(h.dim())))
-        return h.permute(order).contiguous().permute(order)
+        return _with_order(h, tuple(reversed(dims)))
+    if layout == "turned":
+        return _with_order(h, (*dims[1:], 0))
+    if layout == "swapped":
+        return _with_order(h, (*dims[:-2], *reversed(dims[-2:])))
     if layout == "sliced":
         return torch.cat((h, h), -1)[..., : h.shape[-1]]
-    return h[:1].expand(h.shape) if layout == "expanded" and h.dim() > 1 else h
+    if layout == "expanded" and h.dim() > 1:
+        return h[:1].expand(h.shape)
+    if layout == "expanded inside" and h.dim() > 2:
+        return h[:, :1].expand(h.shape)
+    return h
+
+
+def _with_order(h, order):
+    """h with its dimensions in this order in memory, slowest first."""
+    back = sorted(range(h.dim()), key=order.__getitem__)
+    return h.permute(order).contiguous().permute(back)
 
 
 @dataclass(frozen=True)
@@ -371,7 +386,7 @@ class Author:
     def __init__(self, seed):
         self.rng = random.Random(seed)
         mode = self.rng.choices(list(MODES), (10, 6, 3, 1, 1, 1))[0]
-        layout = self.rng.choices(LAYOUTS, (16, 4, 3, 1))[0]
+        layout = self.rng.choices(list(LAYOUTS), LAYOUTS.values())[0]
         self.empty = Program(seed, mode, self.rng.choice(SHAPES), layout, (), ())
         self.lines, self.count = [], 0
         self.restart()
@@ -406,7 +421,8 @@ class Author:
                 except Rejected:
                     pass
         outputs = []
-        for name in [n for n in self.values if n != "h"][-LIVE:]:
+        names = [n for n in self.values if n != "h"]
+        for name in [names[0], *names[1:][1 - LIVE :]]:  # the first depends on h
             if self.values[name].is_complex():
                 outputs += [f"{name}.real.reshape(-1)", f"{name}.imag.reshape(-1)"]
             else:
@@ -418,7 +434,7 @@ class Author:
         # Views and writes to them are where a pass can go wrong unseen.
         table = self.rng.choices((PURE, VIEWS, IN_PLACE, COMPLEX), (4, 3, 5, 2))[0]
         op = self.rng.choice(table)
-        if self.empty.layout == "expanded" and op.name in LAYOUT_QUESTIONS:
+        if self.empty.layout.startswith("expanded") and op.name == "storage_offset":
             raise Rejected  # the pass copies such an h: its rows need tangents of their own
         names = [
             name
@@ -433,9 +449,9 @@ class Author:
             text = draw.fill(op.text)
         except IndexError as error:
             raise Rejected from error
+        if (op.in_place or op.name in SCATTERS) and _overlaps(draw.tensor):
+            raise Rejected  # torch leaves open what such a write gives, and copies no other way
         if op.in_place:
-            if _overlaps(draw.tensor):
-                raise Rejected  # torch leaves open what such a write gives
             self.add(Line(op.name, text), (draw.x,), written=True)
             return
         try:
