@@ -142,3 +142,10 @@ def logsumexp(input: Dual, dim: Any, keepdim: bool = False) -> Tensor:
     rise = (shares / safe * x_dot).sum(dims, keepdim=True)
     result = Dual(torch.stack((y, rise)).to(input.stack.dtype))
     return result if keepdim else result.squeeze(dims)
+
+
+@rule("aminmax", kind="product")
+def aminmax(input: Any, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Both ends at once; the op itself has no forward derivative in every torch."""
+    dims = () if dim is None else dim
+    return torch.return_types.aminmax((input.amin(dims, keepdim), input.amax(dims, keepdim)))
