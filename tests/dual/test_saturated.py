@@ -427,8 +427,6 @@ KINKS = {
     "max": lambda x: x.max(-1)[0],
     "max-all": lambda x: x.max()[None],
     "amax": lambda x: x.amax(-1),
-    "aminmax": lambda x: x.aminmax(dim=-1)[1],
-    "aminmax-all": lambda x: torch.aminmax(x, keepdim=True).min,
     "median": lambda x: x.median(-1)[0],
     "median-all": lambda x: x.median()[None],
     "mode": lambda x: x.mode(-1)[0],

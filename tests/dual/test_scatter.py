@@ -186,3 +186,12 @@ def test_running_statistics_are_updated_once(kind, momentum, dtype):
     norms[1].eval()
     if dtype == torch.float64:
         assert_matches_differences(norms[1], h)
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": 0}, {"dim": -1, "keepdim": True}], ids=str)
+def test_both_ends(options):
+    def block(h):
+        ends = torch.aminmax(h, **options)
+        return h.sin() * ends.max - h * ends[0]
+
+    assert_matches_differences(block, randn(4, 4))

@@ -128,6 +128,20 @@ def test_a_kink_is_no_fault_and_no_excuse():
     assert slope(float("nan"), 1.0).kind == "silent"
 
 
+def test_a_value_that_jumps_is_no_fault_and_no_excuse(monkeypatch):
+    right = judge.fused_jvp
+
+    def wrong(*args, **kwargs):
+        y, y_dot = right(*args, **kwargs)
+        return y * (1 + 1e-6), y_dot
+
+    monkeypatch.setattr(judge, "fused_jvp", wrong)
+    ties = "x0 = torch.cat((h, h * 3.0 / 3.0), 0)"  # equal but for rounding
+    assert check(program(ties, "x = x0 * x0.argsort(0)")).kind == "rough"
+    assert check(program(ties, "x = x0 * x0.sort(0)[0]")).kind == "silent"
+    assert check(program("x = h * h.argsort(0)", layout="expanded")).kind == "silent"
+
+
 def test_a_failing_program_is_made_small(monkeypatch):
     def wrong(x, *args):
         return Dual.join(x.primal.sin(), x.tangent)
