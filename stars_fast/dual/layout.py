@@ -8,7 +8,7 @@ than in eager, so every rule keeps eager's order.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,7 +41,8 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     if primal.is_contiguous() or primal.numel() == 0:
         return torch.stack((primal, tangent)), _as_it_is
     order = order_of(primal)
-    shared = 0 in primal.stride()
+    sizes = zip(primal.stride(), primal.shape, strict=True)
+    shared = any(step == 0 and size > 1 for step, size in sizes)
     usual = tuple(range(primal.dim())) if order is None else order
     if shared or (order is not None and primal.permute(order).is_contiguous()):
         memory = torch.stack((primal.permute(usual), tangent.permute(usual))).contiguous()
@@ -97,19 +98,6 @@ def seen_by_eager(stack: Tensor) -> Tensor | None:
             stride += steps * primal
         strides.append(stride)
     return torch.empty_strided(stack.shape[1:], strides, dtype=stack.dtype, device="meta")
-
-
-def views_in_eager(stack: Tensor, shape: Sequence[int]) -> bool:
-    """Whether eager's `reshape` to a shape of the primal is a view, not a copy, where
-    `seen_by_eager` says what a stack can't."""
-    likeness = seen_by_eager(stack)
-    if likeness is None:
-        return True
-    try:
-        likeness.view(shape)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _as_it_is(stack: Tensor) -> Tensor:

@@ -227,25 +227,30 @@ def _as_eager_lays_it(result: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     given = [x for x in leaves if type(x) is Dual and x.step is None]  # what waits is no view
     if func in _NOT_ON_META or all(layout.seen_by_eager(x.stack) is None for x in given):
         return result
+    memories = {x.stack.untyped_storage().data_ptr() for x in given}
+
+    def is_new(x: Any) -> bool:
+        """Whether x is neither a view nor what was written into."""
+        return type(x) is Dual and x.stack.untyped_storage().data_ptr() not in memories
+
+    parts, spec = tree_flatten(result)
+    if not any(map(is_new, parts)):
+        return result
     args, kwargs = tree_map(_likeness, (args, kwargs))
     try:
         with _no_torch_function(), torch.no_grad():
             likes = tree_leaves(func(*args, **kwargs))
     except Exception:  # depends on values, or torch can't do it without them
         return result
-    parts, spec = tree_flatten(result)
-    if len(parts) != len(likes):
+    shapes, expected = ([getattr(x, "shape", None) for x in each] for each in (parts, likes))
+    if shapes != expected:
         return result
-    memories = {x.stack.untyped_storage().data_ptr() for x in given}
-
-    def laid_out(x: Any, like: Any) -> Any:
-        if type(x) is not Dual or not isinstance(like, Tensor) or x.shape != like.shape:
-            return x
-        if x.stack.untyped_storage().data_ptr() in memories:  # a view, or what was written into
-            return x
-        return pair_of(layout.in_order(x.stack, layout.order_of(like)))
-
-    return tree_unflatten(map(laid_out, parts, likes), spec)
+    pairs = zip(parts, likes, strict=True)
+    laid_out = (
+        pair_of(layout.in_order(x.stack, layout.order_of(like))) if is_new(x) else x
+        for x, like in pairs
+    )
+    return tree_unflatten(laid_out, spec)
 
 
 def _likeness(x: Any) -> Any:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.layout import seen_by_eager, stack_pair, views_in_eager
+from stars_fast.dual.layout import seen_by_eager, stack_pair
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, align, freeze, primal_of
@@ -61,16 +61,21 @@ def structural(
 def view(input: Dual, *shape: Any) -> Dual:
     if shape and isinstance(shape[0], torch.dtype):
         raise RuntimeError("stars_fast: view(dtype) reinterprets bits and has no tangent")
-    stack, shape = input.stack, sizes(shape)
-    likeness = seen_by_eager(stack)
+    shape, likeness = sizes(shape), seen_by_eager(input.stack)
     if likeness is None:
-        return Dual(stack.view(2, *shape))
+        return Dual(input.stack.view(2, *shape))
     likeness.view(shape)  # or eager's error
-    copy = Dual(stack.reshape(2, *shape))
-    if copy.stack.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr():
-        for pair in (input, copy):  # a view in eager: no later write may go through either
+    return _as_a_view(input, shape)
+
+
+def _as_a_view(input: Dual, shape: Sequence[int]) -> Dual:
+    """What is a view in eager: where the pair's memory has none, no later write may go through
+    either."""
+    result = Dual(input.stack.reshape(2, *shape))
+    if result.stack.untyped_storage().data_ptr() != input.stack.untyped_storage().data_ptr():
+        for pair in (input, result):
             freeze(pair, "view")
-    return copy
+    return result
 
 
 @rule("view_as", kind="stacked")
@@ -80,12 +85,19 @@ def view_as(input: Any, other: Tensor) -> Any:
 
 @rule("reshape", kind="stacked")
 def reshape(input: Dual, *shape: Any, **kwargs: Any) -> Dual:
-    return _reshaped(input.stack, kwargs.get("shape") or sizes(shape))
+    return _reshaped(input, kwargs.get("shape") or sizes(shape))
 
 
-def _reshaped(stack: Tensor, shape: Sequence[int]) -> Dual:
-    stack = stack if views_in_eager(stack, shape) else stack.clone()
-    return Dual(stack.reshape(2, *shape))
+def _reshaped(input: Dual, shape: Sequence[int]) -> Dual:
+    """A view or a copy, as in eager."""
+    likeness = seen_by_eager(input.stack)
+    if likeness is None:
+        return Dual(input.stack.reshape(2, *shape))
+    try:
+        likeness.view(shape)
+    except RuntimeError:
+        return Dual(input.stack.clone().reshape(2, *shape))
+    return _as_a_view(input, shape)
 
 
 @rule("reshape_as", kind="stacked")
@@ -102,12 +114,12 @@ def flatten_rule(input: Dual, start_dim: int = 0, end_dim: int = -1) -> Dual:
         return input
     shape = input.stack.shape
     merged = math.prod(shape[first : last + 1])
-    return _reshaped(input.stack, (*shape[1:first], merged, *shape[last + 1 :]))
+    return _reshaped(input, (*shape[1:first], merged, *shape[last + 1 :]))
 
 
 @rule("ravel", kind="stacked")
 def ravel(input: Dual) -> Dual:
-    return contiguous(_reshaped(input.stack, (-1,)))
+    return contiguous(_reshaped(input, (-1,)))
 
 
 @structural("unflatten")
