@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from stars_fast.dual.layout import overlaps, pack_pair
-from stars_fast.dual.tensor import Dual, freeze
+from stars_fast.dual.layout import frozen, overlaps, pack_pair
+from stars_fast.dual.tensor import Dual
 from stars_fast.ops.first_derivative import first_derivative
 
 # Ops whose inputs eager keeps for its backward too: they may not be overwritten there either, so no
@@ -274,7 +274,7 @@ def jvp(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
         # A view in torch, a copy here: no later write may go through it.
         for leaf in (*tree_leaves((args, kwargs)), *filled):
             if type(leaf) is Dual:
-                freeze(leaf, name)
+                frozen.set(leaf.stack, name)
     return tree_unflatten(filled, call.out_spec)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from stars_fast.dual.layout import frozen
 from stars_fast.dual.pass_mode import is_recomputing, turn_fresh
-from stars_fast.dual.tensor import Dual, frozen_by
+from stars_fast.dual.tensor import Dual
 
 
 def check_writable(name: str, target: Any) -> None:
@@ -24,7 +25,7 @@ def check_writable(name: str, target: Any) -> None:
             f"stars_fast: in-place {name} would write a value with a tangent into a plain tensor, "
             f"which can't hold it; use the out-of-place form, or {way_out}"
         )
-    view = frozen_by(target)
+    view = frozen.get(target.stack)
     if view is not None:
         raise RuntimeError(
             f"stars_fast: in-place {name} on a tensor that shares memory through {view!r}, for "

@@ -8,10 +8,14 @@ than in eager, so every rule keeps eager's order.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+_T = TypeVar("_T")
 
 
 def order_of(x: Tensor) -> tuple[int, ...] | None:
@@ -41,23 +45,19 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     if primal.is_contiguous() or primal.numel() == 0:
         return torch.stack((primal, tangent)), _as_it_is
     order = order_of(primal)
-    sizes = zip(primal.stride(), primal.shape, strict=True)
-    shared = any(step == 0 and size > 1 for step, size in sizes)
-    usual = tuple(range(primal.dim())) if order is None else order
+    shared = overlaps(primal) and not torch.compiler.is_compiling()
     if shared or (order is not None and primal.permute(order).is_contiguous()):
-        memory = torch.stack((primal.permute(usual), tangent.permute(usual))).contiguous()
-        if shared and not torch.compiler.is_compiling():
-            _remember(memory, primal.permute(usual).stride())
-        return memory, functools.partial(_shifted, order=_inverse(usual))
-    span = 1 + sum(
-        step * (size - 1) for step, size in zip(primal.stride(), primal.shape, strict=True)
-    )
+        order = order or tuple(range(primal.dim()))
+        memory = torch.stack((primal.permute(order), tangent.permute(order))).contiguous()
+        if shared:
+            strides = primal.permute(order).stride()
+            _expanded.set(memory, tuple(zip(memory.stride()[1:], strides, strict=True)))
+            frozen.set(memory, "expand")
+        return memory, functools.partial(_shifted, order=_inverse(order))
+    span, strides = _strides_with_gaps(primal)
     memory = primal.new_empty(2 * span)
     arrange = functools.partial(
-        torch.as_strided,
-        size=(2, *primal.shape),
-        stride=(span, *primal.stride()),
-        storage_offset=0,
+        torch.as_strided, size=(2, *primal.shape), stride=(span, *strides), storage_offset=0
     )
     stack = arrange(memory)
     stack[0].copy_(primal)
@@ -65,29 +65,57 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     return memory, arrange
 
 
+def _strides_with_gaps(x: Tensor) -> tuple[int, tuple[int, ...]]:
+    """Elements from the first to the last, and strides of memory that is contiguous where x is: x's
+    own; an expanded dimension, which a pair can't share, gets memory that no reshape can merge with
+    its neighbours (for compilers, which can't ask what memory is)."""
+    strides = list(x.stride())
+    span = 1 + sum(step * (size - 1) for step, size in zip(strides, x.shape, strict=True))
+    for dim in reversed(range(x.dim())):
+        if strides[dim] == 0 and x.shape[dim] > 1:
+            strides[dim] = span + 1
+            span += strides[dim] * (x.shape[dim] - 1)
+    return span, tuple(strides)
+
+
+class _Marks(Generic[_T]):
+    """What is known of the memory of tensors, while it lives."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _T]] = {}
+
+    def set(self, x: Tensor, known: _T) -> None:
+        storage = x.untyped_storage()
+        key = id(storage)
+        forget = weakref.ref(storage, lambda _: self._known.pop(key, None))
+        self._known[key] = forget, known
+
+    def get(self, x: Tensor) -> _T | None:
+        if not self._known:
+            return None
+        return self._known.get(id(x.untyped_storage()), (None, None))[1]
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+frozen: _Marks[str] = _Marks()
+"""Memory that may not be written: the op that made a view of it here or in eager alone."""
+
 # Rows of an expanded primal move apart and get memory of their own, which lies as that of eager's
-# elementwise results; whether eager copies is asked of the strides that the primal had.
-_some_expanded = False
+# elementwise results; for each of its dimensions, slowest first, its stride and the primal's.
+_expanded: _Marks[tuple[tuple[int, int], ...]] = _Marks()
 
 
 def some_expanded() -> bool:
-    """Whether any primal was expanded: where none was, nobody has to ask on."""
-    return _some_expanded
-
-
-def _remember(memory: Tensor, strides: tuple[int, ...]) -> None:
-    """Of the memory of a pair: its own strides, and those of the primal that it was made of."""
-    global _some_expanded
-    _some_expanded = True
-    memory.untyped_storage().expanded = tuple(zip(memory.stride()[1:], strides, strict=True))  # type: ignore[attr-defined]
+    """Whether a primal that was expanded is alive: where none is, nobody has to ask on."""
+    return len(_expanded) > 0 and not torch.compiler.is_compiling()
 
 
 def seen_by_eager(stack: Tensor) -> Tensor | None:
     """A meta tensor with the strides that the primal of a stack has in eager, where it is a view of
     an expanded tensor; None where they are its own."""
-    if not _some_expanded:
-        return None
-    expanded = getattr(stack.untyped_storage(), "expanded", None)
+    expanded = _expanded.get(stack) if some_expanded() else None
     if expanded is None:
         return None
     strides = []

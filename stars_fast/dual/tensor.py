@@ -10,13 +10,14 @@ nothing new.
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import resolve_name
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from stars_fast.dual import layout
@@ -227,16 +228,22 @@ def _as_eager_lays_it(result: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     given = [x for x in leaves if type(x) is Dual and x.step is None]  # what waits is no view
     if func in _NOT_ON_META or all(layout.seen_by_eager(x.stack) is None for x in given):
         return result
+    if resolve_name(func) is None:  # not torch's own: it may do more than give a result
+        return result
     memories = {x.stack.untyped_storage().data_ptr() for x in given}
 
     def is_new(x: Any) -> bool:
-        """Whether x is neither a view nor what was written into."""
-        return type(x) is Dual and x.stack.untyped_storage().data_ptr() not in memories
+        """Whether x is neither a view, here or in eager alone, nor what was written into."""
+        if type(x) is not Dual or layout.frozen.get(x.stack):
+            return False
+        return x.stack.untyped_storage().data_ptr() not in memories
 
     parts, spec = tree_flatten(result)
     if not any(map(is_new, parts)):
         return result
-    args, kwargs = tree_map(_likeness, (args, kwargs))
+    indexes = func is torch.Tensor.__getitem__  # without values it lies elsewhere
+    likeness = functools.partial(_likeness, device=None if indexes else "meta")
+    args, kwargs = tree_map(likeness, (args, kwargs))
     try:
         with _no_torch_function(), torch.no_grad():
             likes = tree_leaves(func(*args, **kwargs))
@@ -253,15 +260,14 @@ def _as_eager_lays_it(result: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     return tree_unflatten(laid_out, spec)
 
 
-def _likeness(x: Any) -> Any:
-    """A tensor without values that has the strides of x in eager."""
-    if not isinstance(x, Tensor):
+def _likeness(x: Any, device: str | None) -> Any:
+    """A tensor that has the strides of x in eager; of a Dual alone where `device` is None."""
+    if not isinstance(x, Tensor) or (device is None and type(x) is not Dual):
         return x
-    seen = layout.seen_by_eager(x.stack) if type(x) is Dual else None
-    if seen is not None:
-        return seen
-    x = primal_of(x)
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    like = layout.seen_by_eager(x.stack) if type(x) is Dual else None
+    like = primal_of(x) if like is None else like
+    where = device or x.device
+    return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=where)
 
 
 QUICK: dict[Any, Callable[[Dual], Any]] = {}
@@ -335,30 +341,6 @@ def check_history(dual: Dual) -> None:
         "bound before the pass (`f = Function.apply`); give it a `jvp` and call it as "
         "`Function.apply(...)`, outside of checkpointed parts"
     )
-
-
-# Memory that a view shares for which no rule exists: address -> a tensor that keeps it, the op.
-_frozen: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-
-
-def freeze(dual: Dual, name: str) -> None:
-    """No later write may go through the memory of `dual`: the op `name` made a view of it, of which
-    there is a copy here."""
-    stack = dual.stack
-    root = stack if stack._base is None else stack._base
-    _frozen[stack.untyped_storage().data_ptr()] = weakref.ref(root), name
-
-
-def frozen_by(dual: Dual) -> str | None:
-    """The op that froze the memory of `dual`."""
-    if not _frozen:
-        return None
-    place = dual.stack.untyped_storage().data_ptr()
-    owner, name = _frozen.get(place, (None, None))
-    if owner is not None and owner() is None:
-        del _frozen[place]
-        return None
-    return name
 
 
 def primal_of(value: Any) -> Any:

@@ -159,7 +159,8 @@ def power(input: Any, exponent: Any) -> Dual:
 @rule("__rpow__", kind="product")
 def rpow(input: Any, other: Any) -> Any:
     if isinstance(other, numbers.Number):  # the memory order is not that of a tensor's power
-        return jvp(torch.pow, "pow", (other, input), {})
+        number = int(other) if isinstance(other, bool) else other
+        return jvp(torch.pow, "pow", (number, input), {})
     return power(torch.as_tensor(other, dtype=input.dtype, device=input.device), input)
 
 

@@ -416,7 +416,7 @@ def scaled_dot_product_attention(
     if needs_parts:
         parts = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         return Dual(in_order(_unfused_attention(*parts).stack, order))
-    if not enable_gqa and query.dim() == 4 and query.shape[1] != key.shape[1] != 1:
+    if not enable_gqa and query.dim() == 4 and 1 != query.shape[1] != key.shape[1] != 1:
         raise RuntimeError(
             f"scaled_dot_product_attention: query has {query.shape[1]} heads and key "
             f"{key.shape[1]}; pass enable_gqa=True for grouped heads"
@@ -429,9 +429,12 @@ def scaled_dot_product_attention(
         q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
         if attn_mask is not None and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(1)
-    if k.shape[1] != q.shape[1]:
-        batch = max(q.shape[1], k.shape[1], key=lambda size: size != 1)
-        q, k, v = (x.expand(2, batch, *x.shape[2:]) for x in (q, k, v))
+    # What eager broadcasts; one head of keys for many is a group of heads.
+    heads = () if enable_gqa else (2,)
+    for dim in (1, *heads):
+        sizes = {x.shape[dim] for x in (q, k, v)} - {1}
+        if len(sizes) == 1 and not (dim == 2 and k.shape[2] == v.shape[2] == 1):
+            q, k, v = (x.expand(*x.shape[:dim], *sizes, *x.shape[dim + 1 :]) for x in (q, k, v))
     out = ops.attention(q, k, v, attn_mask, is_causal, scale)
     out = out.squeeze(2) if query.dim() == 3 else out
     return Dual(in_order(out, order))
@@ -450,7 +453,8 @@ def _order_of_attention(
     fused = (
         all(x.stride(-1) == 1 for x in (query, key, value))
         and (query.dim() == 4 or (query.dim() == 3 and _TAKES_MORE))
-        and query.shape[0] == key.shape[0]
+        and query.shape[0] == key.shape[0] == value.shape[0]
+        and key.shape[-3] == value.shape[-3]
         and (query.shape[-3] == key.shape[-3] or gqa or _TAKES_MORE)
         and query.shape[-1] == value.shape[-1]
         and key.shape[-2] > 0

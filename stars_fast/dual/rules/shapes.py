@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.layout import seen_by_eager, stack_pair
+from stars_fast.dual.layout import frozen, seen_by_eager, stack_pair
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
-from stars_fast.dual.tensor import Dual, align, freeze, primal_of
+from stars_fast.dual.tensor import Dual, align, primal_of
 
 
 def shift(dim: int, stack: Tensor, extra: int = 0) -> int:
@@ -69,12 +69,10 @@ def view(input: Dual, *shape: Any) -> Dual:
 
 
 def _as_a_view(input: Dual, shape: Sequence[int]) -> Dual:
-    """What is a view in eager: where the pair's memory has none, no later write may go through
-    either."""
+    """What is a view of an expanded tensor in eager; here it may be a copy, which, as that memory,
+    is not to be written."""
     result = Dual(input.stack.reshape(2, *shape))
-    if result.stack.untyped_storage().data_ptr() != input.stack.untyped_storage().data_ptr():
-        for pair in (input, result):
-            freeze(pair, "view")
+    frozen.set(result.stack, "view")
     return result
 
 
