@@ -87,7 +87,7 @@ def _strides_with_gaps(x: Tensor) -> tuple[int, tuple[int, ...]]:
 
 
 class _Marks(Generic[_T]):
-    """What is known of the memory of tensors, while it lives."""
+    """Knowledge of the memory of tensors, while it lives."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _T]] = {}

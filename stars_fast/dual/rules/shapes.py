@@ -69,8 +69,8 @@ def view(input: Dual, *shape: Any) -> Dual:
 
 
 def _as_a_view(input: Dual, shape: Sequence[int]) -> Dual:
-    """What is a view of an expanded tensor in eager; here it may be a copy, which, as that memory,
-    is not to be written."""
+    """A view of an expanded tensor in eager; here it may be a copy, which, as that memory, may not
+    be written."""
     result = Dual(input.stack.reshape(2, *shape))
     frozen.set(result.stack, "view")
     return result
