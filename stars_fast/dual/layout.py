@@ -52,20 +52,20 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     first, since torch refuses later writes into a view that was made inside one."""
     if primal.is_contiguous() or primal.numel() == 0:
         return torch.stack((primal, tangent)), _as_it_is
+    if overlaps(primal):
+        return _pack_expanded(primal, tangent)
     order = order_of(primal)
-    shared = overlaps(primal) and not torch.compiler.is_compiling()
-    if shared or (order is not None and primal.permute(order).is_contiguous()):
-        order = order or tuple(range(primal.dim()))
-        memory = torch.stack((primal.permute(order), tangent.permute(order))).contiguous()
-        if shared:
-            strides = primal.permute(order).stride()
-            _expanded.set(memory, tuple(zip(memory.stride()[1:], strides, strict=True)))
-            frozen.set(memory, "expand")
-        return memory, functools.partial(_shifted, order=_inverse(order))
-    span, strides = _strides_with_gaps(primal)
+    if order is not None and primal.permute(order).is_contiguous():
+        halves = torch.stack((primal.permute(order), tangent.permute(order)))
+        return halves, functools.partial(_shifted, order=_inverse(order))
+    reach = zip(primal.stride(), primal.shape, strict=True)
+    span = 1 + sum(step * (size - 1) for step, size in reach)
     memory = primal.new_empty(2 * span)
     arrange = functools.partial(
-        torch.as_strided, size=(2, *primal.shape), stride=(span, *strides), storage_offset=0
+        torch.as_strided,
+        size=(2, *primal.shape),
+        stride=(span, *primal.stride()),
+        storage_offset=0,
     )
     stack = arrange(memory)
     stack[0].copy_(primal)
@@ -73,17 +73,16 @@ def pack_pair(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor
     return memory, arrange
 
 
-def _strides_with_gaps(x: Tensor) -> tuple[int, tuple[int, ...]]:
-    """Elements from the first to the last, and strides of memory that is contiguous where x is: x's
-    own; an expanded dimension, which a pair can't share, gets memory that no reshape can merge with
-    its neighbours (for compilers, which can't ask what memory is)."""
-    strides = list(x.stride())
-    span = 1 + sum(step * (size - 1) for step, size in zip(strides, x.shape, strict=True))
-    for dim in reversed(range(x.dim())):
-        if strides[dim] == 0 and x.shape[dim] > 1:
-            strides[dim] = span + 1
-            span += strides[dim] * (x.shape[dim] - 1)
-    return span, tuple(strides)
+@torch._disable_dynamo  # compilers can't say what memory is
+def _pack_expanded(primal: Tensor, tangent: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`pack_pair` of a primal whose elements share memory. Its rows move apart and get memory of
+    their own, which lies as that of eager's elementwise results; what eager sees is remembered."""
+    order = order_of(primal) or tuple(range(primal.dim()))
+    memory = torch.stack((primal.permute(order), tangent.permute(order))).contiguous()
+    strides = zip(memory.stride()[1:], primal.permute(order).stride(), strict=True)
+    _expanded.set(memory, tuple(strides))
+    frozen.set(memory, "expand")
+    return memory, functools.partial(_shifted, order=_inverse(order))
 
 
 class _Marks(Generic[_T]):
@@ -110,14 +109,13 @@ class _Marks(Generic[_T]):
 frozen: _Marks[str] = _Marks()
 """Memory that may not be written: the op that made a view of it here or in eager alone."""
 
-# Rows of an expanded primal move apart and get memory of their own, which lies as that of eager's
-# elementwise results; for each of its dimensions, slowest first, its stride and the primal's.
+# Memory of expanded primals: for each dimension, slowest first, its stride there and in eager.
 _expanded: _Marks[tuple[tuple[int, int], ...]] = _Marks()
 
 
 def some_expanded() -> bool:
     """Whether a primal that was expanded is alive: where none is, nobody has to ask on."""
-    return len(_expanded) > 0 and not torch.compiler.is_compiling()
+    return len(_expanded) > 0
 
 
 def seen_by_eager(stack: Tensor) -> Tensor | None:

@@ -272,13 +272,20 @@ def test_gradients_of_an_expanded_h():
     torch.testing.assert_close(found, right)
 
 
-def doubled_copy(h):
+def written_copies(h):
     h.reshape(-1).mul_(2)
     h.contiguous().mul_(2)
     return h * (2.0 if h.is_contiguous() else 3.0)
 
 
-@pytest.mark.parametrize("block", [lambda h: h.sin() * 2, doubled_copy])
+def written_view(h):
+    y = h.sin()
+    y.view(-1)[2:5].mul_(2)
+    y.reshape(-1).add_(1)
+    return y
+
+
+@pytest.mark.parametrize("block", [lambda h: h.sin() * 2, written_copies, written_view])
 def test_an_expanded_h_in_a_compiled_block(block):
     h, v = numbers(2, 1, 4).expand(SHAPE), numbers(*SHAPE, seed=1)
     compiled = torch.compile(functools.partial(fused_jvp, block), backend="eager")
