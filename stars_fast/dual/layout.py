@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ def _order(shape: torch.Size, stride: tuple[int, ...]) -> tuple[int, ...] | None
     return None if order == tuple(range(len(shape))) else order
 
 
-_known_order = functools.lru_cache(4096)(_order)  # torch takes a tenth of a millisecond to say
+_known_order = functools.lru_cache(4096)(_order)  # torch takes longer to say than many an op
 
 
 def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
@@ -134,6 +134,12 @@ def seen_by_eager(stack: Tensor) -> Tensor | None:
     return torch.empty_strided(stack.shape[1:], strides, dtype=stack.dtype, device="meta")
 
 
+def in_eager(stack: Tensor) -> Tensor:
+    """The primal of a stack; where eager sees other strides, a meta tensor with those."""
+    seen = seen_by_eager(stack)
+    return stack[0] if seen is None else seen
+
+
 def _as_it_is(stack: Tensor) -> Tensor:
     return stack
 
@@ -159,16 +165,16 @@ def _shifted(stack: Tensor, order: tuple[int, ...]) -> Tensor:
     return stack.permute(0, *(dim + 1 for dim in order))
 
 
-def is_channels_last(x: Tensor) -> bool:
+def is_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether torch's norms and joins take [N, C, ...] for channels last: by its strides alone,
     with gaps or without."""
-    if x.dim() not in (4, 5) or x.stride(1) == 0:
+    if len(shape) not in (4, 5) or stride[1] == 0:
         return False
     least = 0
-    for dim in (1, *reversed(range(2, x.dim())), 0):
-        if x.stride(dim) < least or (dim == 0 and least == x.stride(1)):
+    for dim in (1, *reversed(range(2, len(shape))), 0):
+        if stride[dim] < least or (dim == 0 and least == stride[1]):
             return False
-        least = x.stride(dim) * max(x.shape[dim], 1)
+        least = stride[dim] * max(shape[dim], 1)
     return True
 
 

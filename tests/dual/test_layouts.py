@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzz.ops import OPS
-from fuzz.programs import TOOLS, WIDEST, Draw
+from fuzz.programs import TOOLS, WIDEST, Draw, with_order
 from oracle import randn as numbers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import handle_torch_function, has_torch_function
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of ops in beta
 
 def permuted(shape, order):
     """Numbers of a shape whose dimensions lie in this order in memory, slowest first."""
-    back = sorted(range(len(shape)), key=order.__getitem__)
-    return numbers(*(shape[dim] for dim in order)).permute(back)
+    return with_order(numbers(*shape), order)
 
 
 def orders(shape):

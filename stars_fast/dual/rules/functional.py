@@ -15,11 +15,11 @@ from stars_fast import ops
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.in_place import assign, in_place_form
 from stars_fast.dual.layout import (
+    in_eager,
     in_memory_order,
     in_order,
     is_channels_last,
     order_of,
-    seen_by_eager,
 )
 from stars_fast.dual.precision import widened
 from stars_fast.dual.registry import add_rule
@@ -260,7 +260,7 @@ def _standardise_groups(input: Dual, shape: tuple[int, ...], eps: float) -> Dual
 def _in_format_of(stack: Tensor, like: Tensor) -> Tensor:
     """A stack in memory as another of its shape, where torch takes that for channels last."""
     last = (0, *range(2, like.dim() - 1), 1)
-    return in_order(stack, last if is_channels_last(like[0]) else None)
+    return in_order(stack, last if is_channels_last(like.shape[1:], like.stride()[1:]) else None)
 
 
 @rule("group_norm", kind="fused")
@@ -449,7 +449,7 @@ def _order_of_attention(
 ) -> tuple[int, ...] | None:
     """Memory order of eager's result: that of the query where one of its kernels takes the inputs;
     None for the usual order."""
-    query, key, value = map(_as_in_eager, (query, key, value))
+    query, key, value = (in_eager(x.stack) if type(x) is Dual else x for x in (query, key, value))
     fused = (
         all(x.stride(-1) == 1 for x in (query, key, value))
         and (query.dim() == 4 or (query.dim() == 3 and _TAKES_MORE))
@@ -463,8 +463,3 @@ def _order_of_attention(
         and not (mask is not None and mask.requires_grad)
     )
     return order_of(query) if fused else None
-
-
-def _as_in_eager(x: Any) -> Tensor:
-    likeness = seen_by_eager(x.stack) if type(x) is Dual else None
-    return primal_of(x) if likeness is None else likeness

@@ -11,7 +11,7 @@ from torch import Tensor
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.layout import seen_by_eager
+from stars_fast.dual.layout import in_eager
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, primal_of
@@ -54,8 +54,7 @@ def _register_layout() -> None:
         def answer(
             input: Dual, *args: Any, _method: Callable[..., Any] = method, **kwargs: Any
         ) -> Any:
-            seen = seen_by_eager(input.stack)
-            return _method(input.stack[0] if seen is None else seen, *args, **kwargs)
+            return _method(in_eager(input.stack), *args, **kwargs)
 
         add_rule(name, "primal", answer)
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.forward_ad import jvp
-from stars_fast.dual.layout import frozen, seen_by_eager, stack_pair
+from stars_fast.dual.layout import frozen, in_eager, is_channels_last, seen_by_eager, stack_pair
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
 from stars_fast.dual.tensor import Dual, align, primal_of
@@ -387,11 +387,10 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Dual:
 
 
 def _is_in_other_format(stack: Tensor) -> bool:
-    """Whether torch might take a stack, or its halves, for one with the channels last, whose memory
-    format it would keep when it joins them: it asks for the rank and the order of the strides."""
-    strides = stack.stride()
-    whole = len(strides) in (4, 5) and strides[1] < strides[-1]
-    return whole or (len(strides) in (5, 6) and strides[2] < strides[-1])
+    """Whether torch takes a stack, or its halves, for channels last, which it keeps when it joins
+    them: halves it joins as eager would."""
+    shape, stride = stack.shape, stack.stride()
+    return is_channels_last(shape, stride) or is_channels_last(shape[1:], stride[1:])
 
 
 def _by_halves(join: Callable[..., Tensor], stacks: list[Tensor], dim: int) -> Dual:
@@ -401,9 +400,7 @@ def _by_halves(join: Callable[..., Tensor], stacks: list[Tensor], dim: int) -> D
 
 @rule("contiguous", kind="stacked")
 def contiguous(input: Dual, memory_format: torch.memory_format = torch.contiguous_format) -> Dual:
-    likeness = seen_by_eager(input.stack)
-    primal = input.stack[0] if likeness is None else likeness
-    if primal.is_contiguous(memory_format=memory_format):
+    if in_eager(input.stack).is_contiguous(memory_format=memory_format):
         return input
     return _in_format(input, memory_format)
 

@@ -39,11 +39,11 @@ def lay_out(h, layout):
     """h with the strides of a layout."""
     dims = range(h.dim())
     if layout == "transposed":
-        return _with_order(h, tuple(reversed(dims)))
+        return with_order(h, tuple(reversed(dims)))
     if layout == "turned":
-        return _with_order(h, (*dims[1:], 0))
+        return with_order(h, (*dims[1:], 0))
     if layout == "swapped":
-        return _with_order(h, (*dims[:-2], *reversed(dims[-2:])))
+        return with_order(h, (*dims[:-2], *reversed(dims[-2:])))
     if layout == "sliced":
         return torch.cat((h, h), -1)[..., : h.shape[-1]]
     if layout == "expanded" and h.dim() > 1:
@@ -53,7 +53,7 @@ def lay_out(h, layout):
     return h
 
 
-def _with_order(h, order):
+def with_order(h, order):
     """h with its dimensions in this order in memory, slowest first."""
     back = sorted(range(h.dim()), key=order.__getitem__)
     return h.permute(order).contiguous().permute(back)
