@@ -18,17 +18,37 @@ import torch
 from torch import Tensor, nn
 
 INJECTIONS = ("none", "add", "adapter")
+ADAPTER_STARTS = ("state", "inputs")
+
+
+def check_adapter_start(adapter_start: str | None, injection: str) -> None:
+    """Raise ValueError for a start of an adapter that is none or that there is no adapter for."""
+    if adapter_start not in (None, *ADAPTER_STARTS):
+        raise ValueError(
+            f"adapter_start: expected one of {', '.join(ADAPTER_STARTS)} or none, got "
+            f"{adapter_start!r}"
+        )
+    if adapter_start is not None and injection != "adapter":
+        raise ValueError(
+            f"adapter_start: expected none with injection {injection}, which has no adapter, got "
+            f"{adapter_start}"
+        )
+
+
+def adapter_keeps_state(adapter_start: str | None, state: str) -> bool:
+    """Whether an adapter gives the state before training, and not the prelude's output: as
+    `adapter_start` says, or with None where the first state is the prelude's output."""
+    return state == "prelude" if adapter_start is None else adapter_start == "state"
 
 
 class Adapter(nn.Module):
     """A linear map of the state and the prelude's output, [B, S, D] each, to what a turn reads.
 
-    It starts as the state alone where the first state is the prelude's output, else as the
-    prelude's output alone: one turn then is what it would be without an adapter.
+    It starts as one of the two, as it is.
 
     Args:
         width: D.
-        keeps_state: whether it starts as the state.
+        keeps_state: whether it starts as the state (`adapter_keeps_state`).
     """
 
     def __init__(self, width: int, keeps_state: bool) -> None:

@@ -7,12 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.base.checks import check_integer
-from stars_fast.models.injection import INJECTIONS
+from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_adapter_start
 
 PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")
 NORMS = ("layernorm", "rmsnorm", "simplenorm")
 STATES = ("prelude", "noise")
-ADAPTER_STARTS = ("state", "inputs")
 POSITIONS = ("learned", "none")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -90,16 +89,7 @@ class LoopedConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
-        if self.adapter_start not in (None, *ADAPTER_STARTS):
-            raise ValueError(
-                f"adapter_start: expected one of {ADAPTER_STARTS} or none, got "
-                f"{self.adapter_start!r}"
-            )
-        if self.adapter_start is not None and self.injection != "adapter":
-            raise ValueError(
-                f"adapter_start: expected none with injection {self.injection}, which has no "
-                f"adapter, got {self.adapter_start}"
-            )
+        check_adapter_start(self.adapter_start, self.injection)
         if self.window is not None:
             check_integer("window", self.window, 2)
         if self.injection == "none" and self.state != "prelude":
@@ -113,5 +103,4 @@ class LoopedConfig:
     @property
     def adapter_keeps_state(self) -> bool:
         """Whether an adapter gives the state before training, and not the prelude's output."""
-        usual = "state" if self.state == "prelude" else "inputs"
-        return (self.adapter_start or usual) == "state"
+        return adapter_keeps_state(self.adapter_start, self.state)

@@ -1,6 +1,7 @@
 """Decoders of several architectures, looped: values, cache, files, options and errors."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 SETTINGS = [
     {},
     {"injection": "add"},
-    {"injection": "adapter", "state": "noise", "norm_between": True},
+    {"injection": "adapter", "state": "noise", "norm_between": True, "adapter_start": "state"},
     {"injection": "adapter", "state": "learned", "norm_between": True},
 ]
 
@@ -82,6 +83,7 @@ def test_looped_once_is_the_original(name, padded):
         {"injection": "adapter"},
         {"injection": "adapter", "state": "noise"},
         {"injection": "adapter", "state": "learned"},
+        {"injection": "adapter", "adapter_start": "inputs"},
         {"injection": "add", "state": "learned"},
         {"prelude": 0, "coda": 0},
         {"prelude": 2, "coda": 1, "layers": range(LAYERS)},
@@ -92,6 +94,32 @@ def test_a_loop_starts_as_the_original(options):
     model = LoopedDecoderForCausalLM.from_decoder(original, **options)
     expected = original(ids).logits
     torch.testing.assert_close(model(ids, turns=1).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("state", ["prelude", "noise", "learned"])
+def test_an_adapter_starts_as_the_inputs_or_as_the_state(state):
+    """As the inputs, a turn is the first one again, whatever its state; as the state, turns are
+    those without an adapter."""
+    original, ids = decoder("llama"), tokens(2, 9)
+    given = {"injection": "adapter", "state": state}
+
+    def states(**options):
+        model = LoopedDecoderForCausalLM.from_decoder(original, **options)
+        return model(ids, turns=3, output_hidden_states=True).hidden_states
+
+    plain = states()
+    for place, h in enumerate(states(adapter_start="inputs", **given)[1:], start=1):
+        torch.testing.assert_close(h, plain[1], **CLOSE, msg=f"turn {place}")
+    kept = LoopedDecoderForCausalLM.from_decoder(original, adapter_start="state", **given)
+    out = kept(ids, turns=3, output_hidden_states=True).hidden_states
+    context = kept.model.prepare(out[0], inputs=torch.full_like(out[0], torch.nan))
+    kept.model.adapter = None
+    kept.config.injection = "none"
+    for before, after in pairwise(out):
+        torch.testing.assert_close(kept.model.turn(before, context), after, **CLOSE)
+    if state == "prelude":
+        torch.testing.assert_close(out, plain, **CLOSE)
 
 
 @torch.no_grad()
@@ -374,8 +402,8 @@ def test_settings_come_back_with_the_weights(options, tmp_path):
     again = LoopedDecoderForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again(ids).logits, model(ids, turns=3).logits)
     assert again.lm_head.weight is again.get_input_embeddings().weight
-    names = ("layers", "prelude", "block", "coda", "injection", "state", "norm_between", "turns")
-    for name in names:
+    names = "layers", "prelude", "block", "coda", "injection", "state", "adapter_start"
+    for name in (*names, "norm_between", "turns"):
         assert getattr(again.config, name) == getattr(model.config, name), name
     before, after = (each.config.decoder.to_dict() | {"dtype": None} for each in (model, again))
     assert before == after
@@ -552,6 +580,14 @@ def test_a_decoder_unlike_the_rest_is_refused_in_one_sentence(kind):
         ({"state": "zeros"}, "state: expected one of prelude, noise, learned, got 'zeros'"),
         ({"state": "noise"}, "injection: expected add or adapter with state 'noise'"),
         ({"state_std": -1.0}, "state_std: expected a number"),
+        (
+            {"injection": "adapter", "adapter_start": "zero"},
+            "adapter_start: expected one of state, inputs or none, got 'zero'",
+        ),
+        (
+            {"injection": "add", "adapter_start": "state"},
+            "adapter_start: expected none with injection add, which has no adapter, got state",
+        ),
         ({"turns": 0}, "total_ut_steps: expected an integer >= 1, got 0"),
     ],
 )

@@ -24,7 +24,11 @@ from transformers import (
 
 from stars_fast.cli import main
 from stars_fast.models.export import export_run
-from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM, LoopedDecoderModel
+from stars_fast.models.looped_decoder import (
+    LoopedDecoderConfig,
+    LoopedDecoderForCausalLM,
+    LoopedDecoderModel,
+)
 from stars_fast.models.portable import holds_code
 from stars_fast.models.portable import modeling_looped_decoder_portable as portable
 
@@ -325,12 +329,36 @@ def test_mistakes_are_named(options, kind, message):
         ({"injection": "sum"}, "injection: expected one of none, add, adapter, got 'sum'"),
         ({"state": "zero"}, "state: expected one of prelude, noise, learned, got 'zero'"),
         ({"state": "noise"}, "injection: expected add or adapter with state 'noise'"),
+        (
+            {"injection": "adapter", "adapter_start": "zero"},
+            "adapter_start: expected one of None, state, inputs, got 'zero'",
+        ),
+        ({"adapter_start": "inputs"}, "adapter_start: expected none with injection none"),
     ],
 )
 def test_settings_that_have_no_meaning_are_named(fields, message):
     config = portable.LoopedDecoderConfig.from_pretrained(folder(), **fields)
     with pytest.raises(ValueError, match=message):
         portable.LoopedDecoderModel(config)
+
+
+@pytest.mark.parametrize("state", ["prelude", "noise", "learned"])
+@pytest.mark.parametrize("start", [None, "state", "inputs"])
+def test_a_fresh_adapter_starts_as_the_native_one(state, start):
+    place = folder("llama", 0)
+    given = {"injection": "adapter", "state": state, "adapter_start": start}
+    weights = [
+        kinds[1](kinds[0].from_pretrained(place, **given)).model.adapter.linear.weight
+        for kinds in (
+            (LoopedDecoderConfig, LoopedDecoderForCausalLM),
+            (portable.LoopedDecoderConfig, portable.LoopedDecoderForCausalLM),
+        )
+    ]
+    assert torch.equal(*weights)
+    as_state = start == "state" or (start is None and state == "prelude")
+    halves = weights[0].chunk(2, 1)
+    assert torch.equal(halves[0 if as_state else 1], torch.eye(WIDTH))
+    assert not halves[1 if as_state else 0].any()
 
 
 def test_weights_that_are_missing_are_named():

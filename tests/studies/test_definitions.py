@@ -26,7 +26,7 @@ RUNS = {
     "ouro": 4,
     "ouro-ablation": 6,
     "rivals": 94,
-    "rivals-text": 9,
+    "rivals-text": 11,
     "parity": 9,
     "four-digits": 6,
 }

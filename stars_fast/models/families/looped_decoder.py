@@ -32,7 +32,9 @@ from stars_fast.tokens import Tokens, describe_tokens
 TINY_MODEL = "tiny"
 """The path that stands for a decoder which the package makes, with random weights."""
 
-_LOOP = ("layers", "prelude", "block", "coda", "injection", "state", "norm_between")
+_LOOP = (
+    "layers", "prelude", "block", "coda", "injection", "state", "adapter_start", "norm_between",
+)  # fmt: skip
 """Fields that say how a decoder is looped."""
 
 
@@ -50,6 +52,9 @@ class LoopedDecoderSection:
     injection: what a turn takes from the prelude besides the state: none, add, or adapter (a linear
         map of both).
     state: what the first turn starts from: prelude (its output), noise, or learned.
+    adapter_start: what an adapter gives before training: state (a turn is what it would be without
+        one), or inputs (the prelude's output alone, so that the state is learned to be used); none
+        for state where the first state is the prelude's output, else inputs.
     norm_between: whether a turn ends with a norm of its own.
     attention: sdpa or eager; none for the decoder's choice. Turns with a tangent have their own.
     width: hidden size of a tiny model.
@@ -64,6 +69,7 @@ class LoopedDecoderSection:
     layers: tuple[int, ...] | None = None
     injection: Literal["none", "add", "adapter"] = "none"
     state: Literal["prelude", "noise", "learned"] = "prelude"
+    adapter_start: Literal["state", "inputs"] | None = None
     norm_between: bool = False
     attention: str | None = None
     width: int = 64

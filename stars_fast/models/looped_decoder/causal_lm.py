@@ -73,6 +73,7 @@ class LoopedDecoderForCausalLM(LoopedGenerationMixin, LoopedDecoderPreTrainedMod
         injection: str = "none",
         state: str = "prelude",
         state_std: float = 0.02,
+        adapter_start: str | None = None,
         norm_between: bool = False,
         layers: Sequence[int] | None = None,
         turns: int = 4,
@@ -80,13 +81,14 @@ class LoopedDecoderForCausalLM(LoopedGenerationMixin, LoopedDecoderPreTrainedMod
         """Loop a decoder.
 
         The layers are the decoder's own, not copies: training one trains the other. With one turn,
-        all layers and no injection the logits are the decoder's; so they are with an adapter, which
-        starts without effect, and with `injection="add"` on a learned state, which starts as zero.
+        all layers and no injection the logits are the decoder's; so they are with an adapter, but
+        for one that starts as a state which is not the prelude's output, and with
+        `injection="add"` on a learned state, which starts as zero.
 
         Args:
             model: a causal language model of transformers with attention layers.
-            prelude, block, coda, injection, state, state_std, norm_between, layers: as
-                `LoopedDecoderConfig`.
+            prelude, block, coda, injection, state, state_std, adapter_start, norm_between, layers:
+                as `LoopedDecoderConfig`.
             turns: where a call names none.
 
         Raises:
@@ -104,6 +106,7 @@ class LoopedDecoderForCausalLM(LoopedGenerationMixin, LoopedDecoderPreTrainedMod
             injection=injection,
             state=state,
             state_std=state_std,
+            adapter_start=adapter_start,
             norm_between=norm_between,
             total_ut_steps=turns,
             use_cache=getattr(model.config, "use_cache", True),

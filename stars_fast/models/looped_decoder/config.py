@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
 from stars_fast.models.call_arguments import check_depth_settings
-from stars_fast.models.injection import INJECTIONS
+from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_adapter_start
 
 STATES = ("prelude", "noise", "learned")
 
@@ -32,6 +32,9 @@ class LoopedDecoderConfig(PretrainedConfig):
         total_ut_steps: turns (also by the name `turns`).
         convergence_tol: a sequence whose states change by at most this (relative, in the L2 norm,
             every token) takes no further turn; None or 0 for no such stop (also by the name `tol`).
+        adapter_start: what an adapter gives before training: "state" (a turn is what it would be
+            without one), "inputs" (the prelude's output alone, so that the state is learned to be
+            used); None for the state where the first one is the prelude's output, else the inputs.
 
     Raises:
         TypeError, ValueError: a value of the wrong type or out of range, named.
@@ -59,6 +62,7 @@ class LoopedDecoderConfig(PretrainedConfig):
         total_ut_steps: int = 4,
         convergence_tol: float | None = None,
         use_cache: bool = True,
+        adapter_start: str | None = None,
         **kwargs: Any,
     ) -> None:
         kwargs.pop("auto_map", None)  # code beside a checkpoint, which is never run
@@ -83,6 +87,7 @@ class LoopedDecoderConfig(PretrainedConfig):
         self.total_ut_steps = total_ut_steps
         self.convergence_tol = convergence_tol
         self.use_cache = use_cache
+        self.adapter_start = adapter_start
         check_depth_settings(kwargs, self.attribute_map)
         for alias in self.attribute_map:
             if alias in kwargs:
@@ -113,6 +118,11 @@ class LoopedDecoderConfig(PretrainedConfig):
     def max_position_embeddings(self) -> int:
         """The decoder's."""
         return self.decoder.max_position_embeddings
+
+    @property
+    def adapter_keeps_state(self) -> bool:
+        """Whether an adapter gives the state before training, and not the prelude's output."""
+        return adapter_keeps_state(self.adapter_start, self.state)
 
     @property
     def parts(self) -> tuple[list[int], list[int], list[int]]:
@@ -157,6 +167,7 @@ def check_config(config: LoopedDecoderConfig) -> None:
             f"injection: expected add or adapter with state {config.state!r}, which has nothing of "
             "the tokens, got 'none'"
         )
+    check_adapter_start(config.adapter_start, config.injection)
     if not isinstance(config.norm_between, bool):
         raise TypeError(f"norm_between: expected True or False, got {config.norm_between!r}")
     check_number("state_std", config.state_std, 0.0)

@@ -91,14 +91,16 @@ class LoopedDecoderPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Adapter):
-            init.copy_(module.linear.weight, module.start())
+        inner: Any = self.base_model
+        # transformers leaves out modules of other code that have no weight of their own, as an
+        # adapter has none besides its linear map's.
+        if inner.adapter is not None and module is inner.adapter.linear:
+            init.copy_(inner.adapter.linear.weight, inner.adapter.start())
         elif isinstance(module, LearnedState):
             init.zeros_(module.vector)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif module is not self and not isinstance(module, PreTrainedModel):
-            inner: Any = self.base_model
             inner.stem._init_weights(module)
 
 
@@ -139,7 +141,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
         self.prelude_layers, self.block, self.coda_layers = parts
         width = config.hidden_size
         self.adapter = (
-            Adapter(width, config.state == "prelude") if config.injection == "adapter" else None
+            Adapter(width, config.adapter_keeps_state) if config.injection == "adapter" else None
         )
         self.learned = LearnedState(width) if config.state == "learned" else None
         self.norm_between = nn.RMSNorm(width, 1e-6) if config.norm_between else None

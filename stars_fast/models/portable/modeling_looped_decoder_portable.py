@@ -82,6 +82,8 @@ class LoopedDecoderConfig(PretrainedConfig):
         total_ut_steps: turns (also by the name `turns`).
         convergence_tol: a sequence whose states change by at most this (relative, in the L2 norm,
             every token) takes no further turn; None or 0 for no such stop (also by the name `tol`).
+        adapter_start: what an adapter gives before training: "state", "inputs" (the prelude's
+            output), or None for the state where the first one is the prelude's output, else inputs.
 
     Raises:
         ValueError: this version of transformers does not know the decoder.
@@ -106,6 +108,7 @@ class LoopedDecoderConfig(PretrainedConfig):
         total_ut_steps: int = 4,
         convergence_tol: float | None = None,
         use_cache: bool = True,
+        adapter_start: str | None = None,
         **kwargs: Any,
     ) -> None:
         if decoder is None:  # transformers makes a configuration without arguments
@@ -123,6 +126,7 @@ class LoopedDecoderConfig(PretrainedConfig):
         self.total_ut_steps = total_ut_steps
         self.convergence_tol = convergence_tol
         self.use_cache = use_cache
+        self.adapter_start = adapter_start
         for alias in self.attribute_map:
             if alias in kwargs:
                 setattr(self, alias, kwargs.pop(alias))
@@ -330,14 +334,16 @@ class LoopedDecoderPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, LoopedDecoderAdapter):
-            init.copy_(module.linear.weight, module.start())
+        inner: Any = self.base_model
+        # transformers leaves out modules of other code that have no weight of their own, as an
+        # adapter has none besides its linear map's.
+        if inner.adapter is not None and module is inner.adapter.linear:
+            init.copy_(inner.adapter.linear.weight, inner.adapter.start())
         elif isinstance(module, LoopedDecoderLearnedState):
             init.zeros_(module.vector)
         elif isinstance(module, nn.RMSNorm):
             init.ones_(module.weight)
         elif module is not self and not isinstance(module, PreTrainedModel):
-            inner: Any = self.base_model
             inner.stem._init_weights(module)
 
 
@@ -365,8 +371,9 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
             nn.ModuleList(layers[i] for i in part) for part in config.parts
         )
         width = config.hidden_size
+        usual = "state" if config.state == "prelude" else "inputs"
         self.adapter = (
-            LoopedDecoderAdapter(width, config.state == "prelude")
+            LoopedDecoderAdapter(width, (config.adapter_start or usual) == "state")
             if config.injection == "adapter"
             else None
         )
@@ -863,15 +870,20 @@ def _check(config: LoopedDecoderConfig) -> None:
     choices = {
         "injection": ("none", "add", "adapter"),
         "state": ("prelude", "noise", "learned"),
+        "adapter_start": (None, "state", "inputs"),
     }
     for name, known in choices.items():
-        if getattr(config, name) not in known:
-            raise ValueError(
-                f"{name}: expected one of {', '.join(known)}, got {getattr(config, name)!r}"
-            )
+        if (value := getattr(config, name)) not in known:
+            expected = ", ".join(map(str, known))
+            raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
     if config.injection == "none" and config.state != "prelude":
         raise ValueError(
             f"injection: expected add or adapter with state {config.state!r}, got 'none'"
+        )
+    if config.adapter_start is not None and config.injection != "adapter":
+        raise ValueError(
+            f"adapter_start: expected none with injection {config.injection}, got "
+            f"{config.adapter_start}"
         )
 
 
