@@ -97,10 +97,10 @@ def _body(func: FunctionType) -> FunctionType:
 
 def _check_opaque(func: Any, name: str) -> None:
     """Refuse what no derivative of one op can see into."""
-    if isinstance(func, (torch.jit.ScriptFunction, torch._C.ScriptMethod)):
+    if isinstance(func, torch._C.ScriptMethod):
         raise RuntimeError(
-            f"stars_fast: {name} is TorchScript, whose weights would get no gradient; use the "
-            "module or function that it was scripted or traced from"
+            f"stars_fast: {name} is a module of TorchScript, whose weights would get no gradient; "
+            "use the module that it was scripted or traced from"
         )
     if isinstance(func, torch._ops.HigherOrderOperator):
         raise RuntimeError(

@@ -6,12 +6,14 @@ function of the user's is.
 - What prepares a region of `torch.utils.checkpoint` notes the pass that it is in, so that its
   recomputation, in backward, does what the pass did.
 - Compiled functions run eagerly: they would trace tensors, not pairs.
+- Functions of TorchScript run as the Python code that they were made of: their interpreter does
+  not ask for `__torch_function__` either.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -170,8 +172,50 @@ def _change_stance() -> Callable[[], None]:
     return lambda: stance.__exit__(None, None, None)
 
 
+# -- functions of TorchScript
+
+_run_script = torch.jit.ScriptFunction.__call__
+
+
+def _has_pair(values: Iterable[Any]) -> bool:
+    """Whether a Dual is among arguments, or in a list or dictionary of them."""
+    for value in values:
+        if isinstance(value, dict):
+            value = list(value.values())
+        if type(value) is Dual or (isinstance(value, (list, tuple)) and _has_pair(value)):
+            return True
+    return False
+
+
+def _call_script(script: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _has_pair((*args, *kwargs.values())):
+        return _run_script(script, *args, **kwargs)
+    # torch notes the code for torch.compile, and what was scripted from which code. What a traced
+    # function does may differ from its code for other inputs; one that was loaded has none.
+    code: Any = getattr(script, "_torchdynamo_inline", None)
+    known = None if code is None else torch.jit._state._try_get_jit_cached_function(code)
+    if known is None or known.qualified_name != script.qualified_name:
+        raise RuntimeError(
+            f"stars_fast: {script.name} is a traced or loaded function of TorchScript, which no "
+            "tangent can follow; use the function that it was made of"
+        )
+    return code(*args, **kwargs)
+
+
+def _change_scripts() -> Callable[[], None]:
+    global _run_script
+    _run_script = before = torch.jit.ScriptFunction.__call__
+    torch.jit.ScriptFunction.__call__ = _call_script  # type: ignore[method-assign,assignment]
+
+    def undo() -> None:
+        torch.jit.ScriptFunction.__call__ = before  # type: ignore[method-assign]
+
+    return undo
+
+
 _functions = _Change(_change_functions)
 _stance = _Change(_change_stance)
+_scripts = _Change(_change_scripts)
 noted_checkpoints = _Change(_change_checkpoints)
 """The region in which checkpointing notes whether formulas are looked for, and which pass runs."""
 
@@ -179,5 +223,5 @@ noted_checkpoints = _Change(_change_checkpoints)
 @contextmanager
 def surroundings() -> Iterator[None]:
     """The region of one dual pass; passes of several threads share what is changed."""
-    with noted_checkpoints, _functions, _stance:
+    with noted_checkpoints, _functions, _stance, _scripts:
         yield

@@ -687,11 +687,6 @@ def test_fallbacks_of_several_threads_do_not_meet():
 # -- what can't be followed is named
 
 
-@torch.jit.script
-def scripted_function(x):
-    return x.sin() * x
-
-
 class Running(nn.Module):
     """With statistics that each forward moves."""
 
@@ -943,15 +938,6 @@ def test_half_precision_squares_overflow_as_the_block_s_do():
     h = (numbers(2, 16) * 300).half()
     out, _ = fused_jvp(block, h, numbers(2, 16, seed=1).half())
     torch.testing.assert_close(out, block(h))
-
-
-def test_torchscript_is_refused():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    for block in (torch.jit.script(model), torch.jit.trace(model, numbers(3, 4))):
-        with pytest.raises(RuntimeError, match="TorchScript"):
-            fused_jsrr(block, numbers(3, 4))
-    with pytest.raises(RuntimeError, match="TorchScript"):
-        fused_jsrr(scripted_function, numbers(3, 4))
 
 
 def test_weights_hidden_in_one_op_are_noticed():

@@ -337,8 +337,8 @@ class LoopedDecoderPreTrainedModel(PreTrainedModel):
         inner: Any = self.base_model
         # transformers leaves out modules of other code that have no weight of their own, as an
         # adapter has none besides its linear map's.
-        if inner.adapter is not None and module is inner.adapter.linear:
-            init.copy_(inner.adapter.linear.weight, inner.adapter.start())
+        if isinstance(module, nn.Linear) and module is getattr(inner.adapter, "linear", None):
+            init.copy_(module.weight, inner.adapter.start())
         elif isinstance(module, LoopedDecoderLearnedState):
             init.zeros_(module.vector)
         elif isinstance(module, nn.RMSNorm):
