@@ -8,6 +8,7 @@ function of the user's is.
 - Compiled functions run eagerly: they would trace tensors, not pairs.
 - Functions of TorchScript run as the Python code that they were made of: their interpreter does
   not ask for `__torch_function__` either.
+- Reentrant checkpointing is the other kind: it detaches what it is given.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def _plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    if cls is torch.utils.checkpoint.CheckpointFunction and state.running is not None:
+        return _without_reentry(*args)
     if Dual not in map(type, args):
         return _unbound_apply.__get__(None, cls)(*args, **kwargs)
     name = f"{cls.__module__}.{cls.__qualname__}"
@@ -78,11 +81,6 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _plain_apply(cls, *args, **kwargs)
     if name in _PASS_THROUGH:
         return _pass_through(cls, args)
-    if name == "torch.utils.checkpoint.CheckpointFunction":
-        raise RuntimeError(
-            "stars_fast: reentrant checkpointing detaches its inputs and would lose the tangent; "
-            "use checkpoint(..., use_reentrant=False)"
-        )
     # `Function.jvp` of the base class only raises.
     if cls.jvp is torch.autograd.Function.jvp:
         raise RuntimeError(
@@ -100,6 +98,14 @@ def _pass_through(cls: Any, args: tuple) -> Any:
     return tuple(
         Dual(out) if type(source) is Dual else out
         for source, out in zip(inputs, outputs, strict=True)
+    )
+
+
+def _without_reentry(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """`checkpoint(run, *args, use_reentrant=True)` by the kind of checkpoint that keeps hold of what
+    goes in, closures too."""
+    return torch.utils.checkpoint.checkpoint(
+        run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )
 
 

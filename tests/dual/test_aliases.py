@@ -12,7 +12,11 @@ import torch.nn.functional as F
 from oracle import assert_matches_differences
 from oracle import randn as numbers
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 from stars_fast import explain, fused_jsrr, fused_jvp, ops
 from stars_fast.dual import Dual
@@ -606,6 +610,69 @@ def test_checkpoints_inside_checkpoints():
         return checkpoint(outer, h, use_reentrant=False)
 
     assert_matches_differences(block, numbers(3, 4), [linear.weight, linear.bias])
+
+
+REENTRANT = {
+    "an argument": lambda part, h: checkpoint(part, h, use_reentrant=True),
+    "a closure": lambda part, h: checkpoint(
+        lambda one: one * part(h), torch.ones((), dtype=h.dtype), use_reentrant=True
+    ),
+    "a list": lambda part, h: checkpoint(
+        lambda parts: part(parts[0]) * parts[1], [h, h.sin()], use_reentrant=True
+    ),
+    "nested": lambda part, h: checkpoint(
+        lambda x: checkpoint(part, x.sin(), use_reentrant=True).sin(), h, use_reentrant=True
+    ),
+    "in a row": lambda part, h: checkpoint_sequential([part, torch.sin], 2, h, use_reentrant=True),
+    "several outputs": lambda part, h: sum(
+        checkpoint(lambda x: (part(x), x.cos()), h, use_reentrant=True)
+    ),
+    "no state of draws": lambda part, h: checkpoint(
+        part, h, use_reentrant=True, preserve_rng_state=False
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REENTRANT)
+def test_reentrant_checkpoints_are_exact(kind, monkeypatch):
+    """As without recomputation, and the part is computed again."""
+    torch.manual_seed(0)
+    inner, calls = nn.Sequential(nn.Linear(4, 4), nn.SiLU()).double(), []
+
+    def part(x):
+        calls.append(1)
+        return inner(x)
+
+    h, v = numbers(3, 4).requires_grad_(), numbers(3, 4, seed=1)
+    found = gradients_of(lambda x: REENTRANT[kind](part, x), inner, h, v)
+    assert len(calls) == (3 if kind == "nested" else 2)
+    kept = lambda run, *args, **options: run(*args)  # noqa: E731
+    monkeypatch.setitem(globals(), "checkpoint", kept)
+    row = lambda parts, count, x, **options: parts[1](parts[0](x))  # noqa: E731
+    monkeypatch.setitem(globals(), "checkpoint_sequential", row)
+    for a, b in zip(
+        found, gradients_of(lambda x: REENTRANT[kind](part, x), inner, h, v), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def gradients_of(block, module, h, v):
+    out, jv = fused_jvp(block, h, v)
+    return out, jv, *torch.autograd.grad((jv.square() + out).sum(), [h, *module.parameters()])
+
+
+def test_a_reentrant_checkpoint_repeats_its_dropout():
+    torch.manual_seed(0)
+    part = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()).double().train()
+    h, v = numbers(30, 4).requires_grad_(), numbers(30, 4, seed=1)
+
+    def found(block):
+        torch.manual_seed(3)
+        return gradients_of(block, part, h, v)
+
+    recomputed = found(lambda x: checkpoint(part, x, use_reentrant=True))
+    for a, b in zip(recomputed, found(part), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_what_waits_runs_before_a_checkpoint():

@@ -5,6 +5,7 @@ Importing a module of rules registers them.
 
 from stars_fast.dual.rules import (
     arithmetic,
+    bags,
     complex_numbers,
     functional,
     grouped_products,
@@ -20,6 +21,7 @@ from stars_fast.dual.rules import (
 
 __all__ = [
     "arithmetic",
+    "bags",
     "complex_numbers",
     "functional",
     "grouped_products",

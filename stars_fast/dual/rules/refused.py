@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from stars_fast.dual.registry import add_rule
 
 REFUSED = {
-    "embedding_bag": "use embedding, and a sum, mean or amax over the bag",
+    "embedding_bag": "use torch.nn.functional.embedding_bag, with a sum or mean",
     "segment_reduce": "use scatter_reduce or index_add with the number of each row's segment",
     "ctc_loss": "compute the loss outside the block",
     "multi_margin_loss": "write it from gather, clamp and mean",
@@ -21,6 +21,8 @@ REFUSED = {
 }
 """torch function -> what to write instead."""
 
+_OWNERS = (F, torch, torch.Tensor, torch.linalg, torch._C._nn)
+
 
 def _refuse(name: str, instead: str) -> None:
     def handler(*args: Any, **kwargs: Any) -> None:
@@ -29,7 +31,8 @@ def _refuse(name: str, instead: str) -> None:
             f"{instead}, or detach its input where a constant is meant"
         )
 
-    add_rule(name, "primal", handler, owners=(F, torch, torch.Tensor, torch.linalg, torch._C._nn))
+    owners = (torch,) if name == "embedding_bag" else _OWNERS  # that of F has a rule
+    add_rule(name, "primal", handler, owners=owners)
 
 
 for _name, _instead in REFUSED.items():
