@@ -13,6 +13,7 @@ NOT_CURVES = ("levels", "overrides", "machine")
 FURTHER = "accuracy_"
 """Beginning of the names of the accuracies on further samples."""
 LENGTH = "length"
+AS_TRAINED = "as trained"
 """The factor that tells the samples apart where there are further, longer ones."""
 
 
@@ -60,7 +61,7 @@ def gather(
     other figures are those of the finished runs.
     """
     done = [entry for entry in records if entry["status"] == "done"]
-    figures = [name for name in _figures(done[0]) if all(name in e for e in done)] if done else []
+    figures = [name for name in figures_of(done[0]) if all(name in e for e in done)] if done else []
     if not figures:
         return []
     wrong = {"accuracy": dict.fromkeys(done[0]["accuracy"], 0.0)} if failed_as_wrong else {}
@@ -73,7 +74,7 @@ def gather(
     return [_result(entries, figures) for entries in groups.values()]
 
 
-def _figures(entry: Mapping[str, Any]) -> list[str]:
+def figures_of(entry: Mapping[str, Any]) -> list[str]:
     """Names of the figures by number of turns in a record."""
     return [
         name for name, value in entry.items() if isinstance(value, dict) and name not in NOT_CURVES
@@ -85,7 +86,7 @@ def _result(entries: list[Mapping[str, Any]], figures: list[str]) -> SettingCurv
     curves = {name: found for name in figures if (found := [e[name] for e in entries if name in e])}
     over = {
         how: {
-            name: {int(t): pick([_number(curve[t]) for curve in found]) for t in found[0]}
+            name: {int(t): pick([number(curve[t]) for curve in found]) for t in found[0]}
             for name, found in curves.items()
         }
         for how, pick in (("median", statistics.median), ("low", min), ("high", max))
@@ -111,7 +112,7 @@ def by_length(results: Sequence[SettingCurves]) -> list[SettingCurves]:
     return [
         replace(
             result,
-            levels={**result.levels, LENGTH: name.removeprefix(FURTHER) or "as trained"},
+            levels={**result.levels, LENGTH: name.removeprefix(FURTHER) or AS_TRAINED},
             median={"accuracy": result.median[name or "accuracy"]},
             low={"accuracy": result.low[name or "accuracy"]},
             high={"accuracy": result.high[name or "accuracy"]},
@@ -121,7 +122,8 @@ def by_length(results: Sequence[SettingCurves]) -> list[SettingCurves]:
     ]
 
 
-def _number(value: float | None) -> float:
+def number(value: float | None) -> float:
+    """A value of a record, infinity for one that was not finite."""
     return math.inf if value is None else value
 
 

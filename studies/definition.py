@@ -6,6 +6,8 @@
     judged              fields of `judging.Judged`, where runs on sums are asked for more
     reference           label of the runs whose cost those of the others are measured by; with it
                         the table has what holds at all turns, and the costs
+    against             {factor: level}: the settings beside which the others with the same other
+                        levels are put, seed by seed
     runs                products of factors: {factor: {level: fields of the configuration}}
     scales              quick, paper or both: a recipe (`base`), `settings` on top of it, and `runs`
                         in the place of the shared ones where they differ
@@ -15,7 +17,7 @@ A run of a product takes one level of each factor.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ OWN = ("seed", "out", "name")
 """Fields that the study sets for each run."""
 
 
-_OPTIONAL = {"panels", "findings", "runs", "judged", "reference"}
+_OPTIONAL = {"panels", "findings", "runs", "judged", "reference", "against"}
 
 
 class StudyCell(NamedTuple):
@@ -59,8 +61,9 @@ class Scale:
 
 @dataclass(frozen=True)
 class Study:
-    """A study as its YAML says it; `asks` is the question, `panels` the figure's factor and
-    `reference` the label of the runs that costs are measured by, None without."""
+    """A study as its YAML says it; `asks` is the question, `panels` the figure's factor,
+    `reference` the label of the runs that costs are measured by, None without, and `against` the
+    levels of the settings that others are put beside, empty without."""
 
     name: str
     title: str
@@ -70,6 +73,7 @@ class Study:
     scales: dict[str, Scale]
     judged: Judged = USUAL
     reference: str | None = None
+    against: Mapping[str, str] = field(default_factory=dict)
 
     def at(self, scale: str) -> Scale:
         """The study at a scale.
@@ -139,7 +143,7 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
 
     Raises:
         ConfigError: a key that is missing or unknown, an unknown finding, a factor of `panels` that
-            not all runs have, or two runs with one label.
+            not all runs have, levels of `against` that none has, or two runs with one label.
     """
     _check_keys(name, mapping, {"title", "asks", "scales"}, _OPTIONAL)
     scales = {}
@@ -160,6 +164,7 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
         scales,
         _judged(name, mapping.get("judged", {})),
         mapping.get("reference"),
+        mapping.get("against", {}),
     )
     for finding in study.findings:
         if finding not in FINDINGS:
@@ -175,6 +180,11 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
         if study.reference is not None and study.reference not in labels:
             raise ConfigError(
                 f"study {name}: reference: expected the label of a run, got {study.reference!r}"
+            )
+        known = [cell.levels.items() for cell in part.cells]
+        if not any(study.against.items() <= levels for levels in known):
+            raise ConfigError(
+                f"study {name}: against: expected levels of a run, got {dict(study.against)}"
             )
         slugs = [_slug(label_of(cell.levels)) for cell in part.cells]
         if len(set(slugs)) < len(slugs):

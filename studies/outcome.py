@@ -11,6 +11,8 @@ from studies.curves import LENGTH, SettingCurves, by_length, gather, growth, lea
 from studies.definition import Study
 from studies.findings import FIXED, judge_findings
 from studies.judging import LATELY
+from studies.paired import differences
+from studies.paired import table as paired_table
 from studies.verdicts import Verdict
 
 TABLE_TURNS = (1, 2, 4, 8, 16, 32, 64, 100, 200)
@@ -86,6 +88,8 @@ def outcome_table(
             rows = _beside(rows, _cost_columns(results))
         blocks += [rows, [_NOTE] if "radius" in results[0].median else []]
         blocks += [[_COSTS] if study.reference is not None else []]
+    if study.against:
+        blocks.append(paired_table(differences(records, study.against), study.against))
     blocks.append(_left_out(records))
     for verdict in verdicts:
         reasons = [*map(str, verdict.parts), verdict.why_not]

@@ -102,8 +102,8 @@ def _pass_through(cls: Any, args: tuple) -> Any:
 
 
 def _without_reentry(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-    """`checkpoint(run, *args, use_reentrant=True)` by the kind of checkpoint that keeps hold of what
-    goes in, closures too."""
+    """`checkpoint(run, *args, use_reentrant=True)` by the kind of checkpoint that keeps hold of
+    what goes in, closures too."""
     return torch.utils.checkpoint.checkpoint(
         run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
     )
