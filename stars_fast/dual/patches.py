@@ -6,15 +6,14 @@ function of the user's is.
 - What prepares a region of `torch.utils.checkpoint` notes the pass that it is in, so that its
   recomputation, in backward, does what the pass did.
 - Compiled functions run eagerly: they would trace tensors, not pairs.
-- Functions of TorchScript run as the Python code that they were made of: their interpreter does
-  not ask for `__torch_function__` either.
+- Functions of TorchScript run as the Python code that they were made of (`scripts`).
 - Reentrant checkpointing is the other kind: it detaches what it is given.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.utils.checkpoint
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.running import recognising, settle_all, state
+from stars_fast.dual.scripts import call_script
 from stars_fast.dual.tensor import Dual
 
 # Functions that hand their inputs on unchanged and act only when backward comes by.
@@ -183,29 +183,10 @@ def _change_stance() -> Callable[[], None]:
 _run_script = torch.jit.ScriptFunction.__call__
 
 
-def _has_pair(values: Iterable[Any]) -> bool:
-    """Whether a Dual is among arguments, or in a list or dictionary of them."""
-    for value in values:
-        if isinstance(value, dict):
-            value = list(value.values())
-        if type(value) is Dual or (isinstance(value, (list, tuple)) and _has_pair(value)):
-            return True
-    return False
-
-
 def _call_script(script: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _has_pair((*args, *kwargs.values())):
+    if state.running is None:
         return _run_script(script, *args, **kwargs)
-    # torch notes the code for torch.compile, and what was scripted from which code. What a traced
-    # function does may differ from its code for other inputs; one that was loaded has none.
-    code: Any = getattr(script, "_torchdynamo_inline", None)
-    known = None if code is None else torch.jit._state._try_get_jit_cached_function(code)
-    if known is None or known.qualified_name != script.qualified_name:
-        raise RuntimeError(
-            f"stars_fast: {script.name} is a traced or loaded function of TorchScript, which no "
-            "tangent can follow; use the function that it was made of"
-        )
-    return code(*args, **kwargs)
+    return call_script(_run_script, script, args, kwargs)
 
 
 def _change_scripts() -> Callable[[], None]:

@@ -1,9 +1,12 @@
 """embedding_bag of pairs. It is linear in its weights and in those of the samples, so that its
 tangent and its gradients are those of itself on tangents, which torch has."""
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
+from oracle import relative_error
 from torch import nn
 
 from stars_fast import fused_jsrr, fused_jvp
@@ -84,6 +87,122 @@ def test_values_of_a_memory_are_read_by_weights_of_the_state():
     expected = torch.autograd.grad(fused_jsrr(written_out, h, v=v), leaves)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def pair(*shape, **options):
+    return numbers(*shape).to(**options), numbers(*shape, seed=1).to(**options)
+
+
+REFUSED = {
+    "a mean with weights": {"input": BAGS, "per_sample_weights": torch.ones(3, 4).double()},
+    "weights of another shape": {
+        "input": BAGS,
+        "mode": "sum",
+        "per_sample_weights": torch.ones(4, 3).double(),
+    },
+    "weights of another dtype": {
+        "input": BAGS,
+        "mode": "sum",
+        "per_sample_weights": torch.ones(3, 4),
+    },
+    "padding beyond the table": {"input": BAGS, "padding_idx": ROWS + 2},
+    "padding before the table": {"input": BAGS, "padding_idx": -ROWS - 2},
+    "bags beyond the end": {"input": FLAT, "offsets": torch.tensor([0, 13])},
+    "bags that begin late": {"input": FLAT, "offsets": torch.tensor([1, 3])},
+    "bags of bags": {"input": BAGS, "offsets": STARTS},
+    "no bags": {"input": FLAT},
+    "three dimensions": {"input": BAGS[None]},
+    "another mode": {"input": BAGS, "mode": "product"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_is_refused_alike(name):
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)) as error:
+        F.embedding_bag(weight=numbers(ROWS, WIDTH), **REFUSED[name])
+    with pytest.raises(type(error.value), match=re.escape(str(error.value).splitlines()[0])):
+        fused_jvp(lambda w: F.embedding_bag(weight=w, **REFUSED[name]), *pair(ROWS, WIDTH))
+
+
+def test_what_padding_holds_reaches_nothing():
+    table, weights = numbers(ROWS, WIDTH), numbers(*BAGS.shape)
+    table[5] = torch.nan
+    weights[BAGS == 5] = torch.inf
+    table.requires_grad_()
+
+    def call(x):
+        return F.embedding_bag(BAGS, table, mode="sum", padding_idx=5, per_sample_weights=x)
+
+    weights.requires_grad_()
+    out, jv = fused_jvp(call, weights, torch.ones_like(weights))
+    found = torch.autograd.grad((out + jv).sum(), [weights, table])
+    expected = torch.autograd.grad(
+        (call(weights) + call(torch.ones_like(weights))).sum(), [weights, table]
+    )
+    torch.testing.assert_close(out, call(weights))
+    assert torch.equal(jv, call(torch.ones_like(weights)))
+    assert found[0].isfinite().all()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradients_by_frequency_are_divided_by_it():
+    table = numbers(ROWS, WIDTH).requires_grad_()
+
+    def call(x):
+        options = {"mode": "sum", "scale_grad_by_freq": True, "per_sample_weights": x}
+        return F.embedding_bag(BAGS, table, **options)
+
+    weights = numbers(*BAGS.shape)
+    out, _ = fused_jvp(call, weights, torch.ones_like(weights))
+    (found,) = torch.autograd.grad(out.sum(), table)
+    sums = torch.zeros(ROWS, dtype=torch.float64).index_add(0, FLAT, weights.flatten())
+    expected = sums / torch.bincount(FLAT, minlength=ROWS).clamp_min(1)
+    torch.testing.assert_close(found, expected[:, None].expand_as(found))
+
+
+def test_rows_are_held_to_a_norm_and_gradients_may_be_sparse():
+    weights = numbers(*BAGS.shape)
+
+    def call(table, x):
+        options = {"mode": "sum", "max_norm": 1.0, "sparse": True, "per_sample_weights": x}
+        return F.embedding_bag(BAGS, table, **options)
+
+    one, other = (numbers(ROWS, WIDTH).requires_grad_() for _ in range(2))
+    out, jv = fused_jvp(lambda x: call(one, x), weights, torch.ones_like(weights))
+    torch.testing.assert_close(out, call(other, weights))
+    assert torch.equal(one, other)
+    assert one[FLAT].norm(dim=1).max() < 1.0001
+    assert torch.autograd.grad(jv.sum(), one)[0].is_sparse
+    table, v = pair(ROWS, WIDTH)
+    table.requires_grad_()
+    out, jv = fused_jvp(lambda x: F.embedding_bag(BAGS, x.sin(), mode="sum", sparse=True), table, v)
+    assert torch.autograd.grad(jv.sum(), table)[0].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:Argument order of nn.functional.embedding_bag")
+def test_the_order_of_long_ago_and_empty_inputs():
+    table, v = pair(ROWS, WIDTH)
+    out, jv = fused_jvp(lambda x: F.embedding_bag(x, BAGS), table, v)
+    torch.testing.assert_close(out, F.embedding_bag(BAGS, table))
+    torch.testing.assert_close(jv, F.embedding_bag(BAGS, v))
+    none = torch.zeros(0, 4, dtype=torch.int64)
+    out, jv = fused_jvp(lambda x: F.embedding_bag(none, x, mode="sum"), table, v)
+    assert out.shape == jv.shape == (0, WIDTH)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_as_accurate_as_in_eager(dtype):
+    index = torch.arange(300).reshape(3, 100) % 50
+    table, x = numbers(50, WIDTH).to(dtype), numbers(3, 100).to(dtype)
+    call = lambda t, w: F.embedding_bag(index, t, mode="sum", per_sample_weights=w)  # noqa: E731
+    v = x.sign()  # of unit RMS, so that it goes through the pass as it is
+    out, jv = fused_jvp(lambda w: call(table, w), x, v)
+    assert out.dtype == jv.dtype == dtype
+    for found, weights in ((out, x), (jv, v)):
+        exact = call(table.double(), weights.double())
+        eager = relative_error(call(table, weights), exact)
+        assert relative_error(found, exact) <= 2 * eager
 
 
 def test_the_largest_of_a_bag_is_refused():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.rule import rule
+from stars_fast.dual.tensor import Dual, primal_of
 
 
 @rule("embedding_bag", kind="composed", owners=(F,))
@@ -25,27 +26,39 @@ def embedding_bag_rule(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """As F.embedding_bag, for sums and means.
+    """As F.embedding_bag, for sums and means. What torch refuses it refuses here.
 
     Args:
         input: [B, N] rows of `weight`, or [n] of bags that begin at `offsets`.
         weight: [V, D].
         per_sample_weights: of the shape of input, for sums.
     """
+    if input.is_floating_point() and not weight.is_floating_point():
+        input, weight = weight, input  # an order of long ago, which torch takes with a warning
+    options = mode, False, primal_of(per_sample_weights), include_last_offset, padding_idx
+    with torch.no_grad():
+        column = primal_of(weight)[:, :1]
+        F.embedding_bag(input, column, offsets, None, norm_type, False, *options)
     if mode not in ("sum", "mean"):
         raise RuntimeError(
             f"stars_fast: embedding_bag with mode {mode!r} of a tensor with a tangent: torch has "
             "no second derivative of it; use embedding, and amax over the bag"
         )
-    index, counts = input.reshape(-1), torch.ones_like(input, dtype=torch.bool)
+    index = input.reshape(-1)
+    sparse = sparse and type(weight) is not Dual
     rows = F.embedding(index, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.reshape(-1, 1)
+    scales = None if per_sample_weights is None else per_sample_weights.reshape(-1, 1)
+    counts = torch.ones_like(input, dtype=torch.bool)
     if padding_idx is not None:
         counts = input != padding_idx % weight.shape[0]
-        rows = torch.where(counts.reshape(-1, 1), rows, 0.0)
+        kept = counts.reshape(-1, 1)
+        rows = torch.where(kept, rows, 0.0)
+        scales = None if scales is None else torch.where(kept, scales, 0.0)
+    dtype, wide = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
+    rows = rows.to(wide)  # sums are in fp32 at least, as torch's
+    rows = rows if scales is None else rows * scales.to(wide)
     if input.dim() == 2:
-        out, sizes = rows.view(*input.shape, -1).sum(1), counts.sum(1)
+        out, sizes = rows.view(*input.shape, rows.shape[1]).sum(1), counts.sum(1)
     else:
         assert offsets is not None
         starts = offsets[:-1] if include_last_offset else offsets
@@ -53,4 +66,5 @@ def embedding_bag_rule(
         bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
         out = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
         sizes = counts.new_zeros(len(starts), dtype=torch.int64).index_add(0, bag, counts.long())
-    return out if mode == "sum" else out / sizes.clamp_min(1)[:, None]
+    out = out if mode == "sum" else out / sizes.clamp_min(1)[:, None]
+    return out.to(dtype)
