@@ -166,6 +166,10 @@ def parse_study(name: str, mapping: Mapping[str, Any]) -> Study:
         mapping.get("reference"),
         mapping.get("against", {}),
     )
+    if not isinstance(study.against, Mapping):
+        raise ConfigError(
+            f"study {name}: against: expected a mapping of factors to levels, got {study.against!r}"
+        )
     for finding in study.findings:
         if finding not in FINDINGS:
             raise ConfigError(

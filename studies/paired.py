@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from studies.curves import AS_TRAINED, FURTHER, LENGTH, figures_of, number
 
+Entry = Mapping[str, Any]
+"""A record of `runner.run_entry`."""
 FEWEST = 2
 """Seeds that both of a pair have, from which on they are compared."""
 
@@ -16,10 +18,11 @@ class Difference(NamedTuple):
 
     levels: of the setting; with samples of several lengths theirs too, as `curves.LENGTH`.
     figure: the name of the figure.
-    turns: after which it is taken.
+    turns: after which it is taken, the most that all compared runs have.
     values: its differences, a seed each.
     better: on how many seeds the setting has the better one, which is the larger accuracy and the
         smaller of anything else.
+    failed: seeds of which the setting's run or the one beside it failed.
     """
 
     levels: dict[str, str]
@@ -27,37 +30,67 @@ class Difference(NamedTuple):
     turns: int
     values: list[float]
     better: int
+    failed: int
 
 
-def differences(
-    records: Sequence[Mapping[str, Any]], against: Mapping[str, str]
-) -> list[Difference]:
+class _Pair(NamedTuple):
+    """A setting's runs and those beside it, a seed each."""
+
+    levels: dict[str, str]
+    ones: list[Entry]
+    others: list[Entry]
+    failed: int
+
+
+def differences(records: Sequence[Entry], against: Mapping[str, str]) -> list[Difference]:
     """Each setting beside the one that has the levels of `against` in the place of its own.
 
     Args:
-        records: those of `runner.run_entry`; the ones that are done count.
+        records: those of `runner.run_entry`; the ones that are done are compared.
         against: {factor: level}.
     """
-    settings: dict[tuple[tuple[str, str], ...], dict[int, Mapping[str, Any]]] = {}
-    for entry in records:
-        if entry["status"] == "done":
-            seeds = settings.setdefault(tuple(entry["levels"].items()), {})
-            seeds[entry["seed"]] = entry
+    pairs = _pairs(records, against)
+    done = [entry for pair in pairs for entry in (*pair.ones, *pair.others)]
+    if not done:
+        return []
+    names = [name for name in figures_of(done[0]) if all(name in entry for entry in done)]
+    names = [n for n in names if n == "accuracy" or n.startswith(FURTHER)] or names[:1]
     found = []
-    for levels, runs in settings.items():
-        beside = {name: against.get(name, level) for name, level in levels}
-        others = settings.get(tuple(beside.items()), {})
-        shared = sorted(runs.keys() & others.keys())
-        if beside == dict(levels) or len(shared) < FEWEST:
-            continue
-        pairs = [(runs[seed], others[seed]) for seed in shared]
-        names = _main(pairs)
+    for pair in pairs:
         for name in names:
-            length = {LENGTH: name.removeprefix(FURTHER)} if len(names) > 1 else {}
-            if name == "accuracy" and length:
-                length = {LENGTH: AS_TRAINED}
-            found.append(_difference({**dict(levels), **length}, name, pairs))
+            turns = set.intersection(*(set(map(int, entry[name])) for entry in done))
+            levels = pair.levels
+            if len(names) > 1:
+                levels = {**levels, LENGTH: name.removeprefix(FURTHER)}
+                levels[LENGTH] = AS_TRAINED if name == "accuracy" else levels[LENGTH]
+            found.append(_difference(levels, name, max(turns), pair))
     return found
+
+
+def _pairs(records: Sequence[Entry], against: Mapping[str, str]) -> list[_Pair]:
+    settings: dict[frozenset[tuple[str, str]], dict[int, Entry]] = {}
+    for entry in records:
+        settings.setdefault(frozenset(entry["levels"].items()), {})[entry["seed"]] = entry
+    found = []
+    for key, runs in settings.items():
+        levels = next(iter(runs.values()))["levels"]
+        beside = frozenset((name, against.get(name, level)) for name, level in levels.items())
+        others = settings.get(beside, {}) if beside != key else {}
+        both = [(runs[seed], others[seed]) for seed in sorted(runs.keys() & others.keys())]
+        done = [pair for pair in both if all(entry["status"] == "done" for entry in pair)]
+        failed = sum(any(entry["status"] == "failed" for entry in pair) for pair in both)
+        if len(done) >= FEWEST:
+            ones, beside_them = map(list, zip(*done, strict=True))
+            found.append(_Pair(dict(levels), ones, beside_them, failed))
+    return found
+
+
+def _difference(levels: dict[str, str], name: str, turns: int, pair: _Pair) -> Difference:
+    ends = [[number(entry[name][str(turns)]) for entry in runs] for runs in pair[1:3]]
+    values = [0.0 if one == other else one - other for one, other in zip(*ends, strict=True)]
+    larger = name.startswith("accuracy")
+    better = sum(value > 0 if larger else value < 0 for value in values)
+    return Difference(levels, name, turns, values, better, pair.failed)
 
 
 def table(found: Sequence[Difference], against: Mapping[str, str]) -> list[str]:
@@ -78,24 +111,7 @@ def table(found: Sequence[Difference], against: Mapping[str, str]) -> list[str]:
     ]
     for each in found:
         middle, low, high = (format(scale * pick(each.values), form) for pick in (median, min, max))
-        cells = [*each.levels.values(), f"{middle} ({low} to {high})", each.better]
-        lines.append(f"| {' | '.join(map(str, [*cells, len(each.values)]))} |")
+        seeds = f"{len(each.values)}" + (f", {each.failed} failed" if each.failed else "")
+        cells = [*each.levels.values(), f"{middle} ({low} to {high})", str(each.better), seeds]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
-
-
-def _main(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
-    """The accuracies that all of the pairs have, or the first of their figures."""
-    every = [entry for pair in pairs for entry in pair]
-    names = [name for name in figures_of(every[0]) if all(name in entry for entry in every)]
-    return [n for n in names if n == "accuracy" or n.startswith(FURTHER)] or names[:1]
-
-
-def _difference(
-    levels: dict[str, str], name: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]
-) -> Difference:
-    turns = max(pairs[0][0][name], key=int)
-    ends = [(number(one[name][turns]), number(other[name][turns])) for one, other in pairs]
-    values = [0.0 if one == other else one - other for one, other in ends]  # inf is a failure
-    larger = name.startswith("accuracy")
-    better = sum(value > 0 if larger else value < 0 for value in values)
-    return Difference(levels, name, int(turns), values, better)

@@ -21,8 +21,19 @@ INJECTIONS = ("none", "add", "adapter")
 ADAPTER_STARTS = ("state", "inputs")
 
 
-def check_adapter_start(adapter_start: str | None, injection: str) -> None:
-    """Raise ValueError for a start of an adapter that is none or that there is no adapter for."""
+def check_injection(injection: str, state: str, adapter_start: str | None) -> None:
+    """Raise ValueError for settings of a loop that do not go together.
+
+    Args:
+        injection: one of `INJECTIONS`.
+        state: what the first turn starts from; prelude is the prelude's output.
+        adapter_start: one of `ADAPTER_STARTS` or None.
+    """
+    if injection == "none" and state != "prelude":
+        raise ValueError(
+            f"injection: expected add or adapter with state {state!r}, which has nothing of the "
+            "tokens, got 'none'"
+        )
     if adapter_start not in (None, *ADAPTER_STARTS):
         raise ValueError(
             f"adapter_start: expected one of {', '.join(ADAPTER_STARTS)} or none, got "

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.base.checks import check_integer
-from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_adapter_start
+from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_injection
 
 PLACEMENTS = ("pre", "post", "pre-sandwich", "post-sandwich")
 NORMS = ("layernorm", "rmsnorm", "simplenorm")
@@ -89,14 +89,9 @@ class LoopedConfig:
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: expected one of {choices}, got {getattr(self, name)!r}")
-        check_adapter_start(self.adapter_start, self.injection)
+        check_injection(self.injection, self.state, self.adapter_start)
         if self.window is not None:
             check_integer("window", self.window, 2)
-        if self.injection == "none" and self.state != "prelude":
-            raise ValueError(
-                f"injection: expected add or adapter with state {self.state}, which has nothing of "
-                "the tokens, got none"
-            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout: expected a value in [0, 1), got {self.dropout!r}")
 

@@ -38,7 +38,8 @@ def test_pairs_are_of_the_same_seed_and_of_the_same_other_levels():
         *runs("noise", "first", {0: 1.0, 1: 1.0}),  # nothing to put it beside
     ]
     (found,) = differences(records, AGAINST)
-    assert found == ({"rival": "penalty", "gradient": "last"}, "accuracy", 10, found.values, 2)
+    levels = {"rival": "penalty", "gradient": "last"}
+    assert found == (levels, "accuracy", 10, found.values, 2, 0)
     assert found.values == [0.125, 0.25, -0.5]  # seed by seed, after the most turns
     assert table([found], AGAINST) == [
         "Beside rival none, seed by seed: the difference in accuracy in points after 10 turns, "
@@ -52,9 +53,25 @@ def test_pairs_are_of_the_same_seed_and_of_the_same_other_levels():
 
 
 def test_a_run_that_is_not_done_is_no_half_of_a_pair():
-    records = runs("none", "last", {0: 0.5, 1: 0.5}) + runs("penalty", "last", {0: 1.0, 1: 1.0})
-    records[3]["status"] = "failed"
+    ends = {0: 0.5, 1: 0.5, 2: 0.5}
+    records = runs("none", "last", ends) + runs("penalty", "last", ends)
+    records[5] |= {"status": "failed"}
+    (found,) = differences(records, AGAINST)
+    assert len(found.values) == 2
+    assert table([found], AGAINST)[-1].endswith("| 0 | 2, 1 failed |")
+    records[1]["status"] = "missing"
     assert differences(records, AGAINST) == []
+
+
+def test_all_are_compared_after_the_same_turns_by_the_same_figure():
+    ends = {0: 0.5, 1: 0.5}
+    records = runs("none", "last", ends, accuracy_2x={"10": 0.5}) + runs("noise", "last", ends)
+    records += runs("penalty", "last", ends, accuracy_2x={"10": 0.5})
+    for entry in records[2:4]:
+        del entry["accuracy"]["10"]
+    records[0]["levels"] = dict(reversed(records[0]["levels"].items()))
+    found = differences(records, AGAINST)
+    assert [(each.figure, each.turns) for each in found] == [("accuracy", 2)] * 2
 
 
 def test_of_a_loss_the_smaller_is_better():
@@ -92,6 +109,12 @@ def test_the_table_of_a_study_has_them():
     assert "| post | RMSNorm | +50.0 (+50.0 to +50.0) | 2 | 2 |" in text
     plain = parse_study("tiny", copy.deepcopy(TINY))
     assert "Beside" not in outcome_table(plain, "quick", records, [], [])
+
+
+@pytest.mark.parametrize("wrong", [None, "pre", ["pre"]])
+def test_what_is_no_mapping_is_named(wrong):
+    with pytest.raises(ConfigError, match=r"study tiny: against: expected a mapping of factors"):
+        parse_study("tiny", copy.deepcopy(TINY) | {"against": wrong})
 
 
 @pytest.mark.parametrize("wrong", [{"placement": "sandwich"}, {"place": "pre"}])

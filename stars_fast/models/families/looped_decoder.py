@@ -24,6 +24,7 @@ from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, wri
 from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config, require_sizes
 from stars_fast.models.folders import check_exists
+from stars_fast.models.injection import check_injection
 from stars_fast.models.loop import Loop, Start, Turn, head_loss, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
 from stars_fast.models.shape import DECODER_SIZES, Shape, shape_of_config
@@ -82,6 +83,8 @@ class LoopedDecoderSection:
             check_integer("block", self.block, 1)
         if self.width % 16:
             raise ValueError(f"width: expected a multiple of 16, got {self.width}")
+        if self.path == TINY_MODEL:  # a folder may hold a loop of its own
+            check_injection(self.injection, self.state, self.adapter_start)
         if self.attention not in (None, "sdpa", "eager"):
             raise ValueError(f"attention: expected sdpa, eager or none, got {self.attention!r}")
 
@@ -332,6 +335,8 @@ def _check_same_loop(section: LoopedDecoderSection, config: Any) -> None:
     default = LoopedDecoderSection()
     for name, value in section.loop.items():
         held = getattr(config, name)
+        if name == "adapter_start" and config.injection == "adapter":
+            held = "state" if config.adapter_keeps_state else "inputs"
         given = list(value) if isinstance(value, tuple) else value
         if value != getattr(default, name) and given != held:
             raise ConfigError(

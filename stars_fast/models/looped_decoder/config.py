@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig, PretrainedConfig
 
 from stars_fast.base.checks import check_integer, check_number
 from stars_fast.models.call_arguments import check_depth_settings
-from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_adapter_start
+from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_injection
 
 STATES = ("prelude", "noise", "learned")
 
@@ -162,12 +162,7 @@ def check_config(config: LoopedDecoderConfig) -> None:
             raise ValueError(
                 f"{name}: expected one of {', '.join(choices)}, got {getattr(config, name)!r}"
             )
-    if config.injection == "none" and config.state != "prelude":
-        raise ValueError(
-            f"injection: expected add or adapter with state {config.state!r}, which has nothing of "
-            "the tokens, got 'none'"
-        )
-    check_adapter_start(config.adapter_start, config.injection)
+    check_injection(config.injection, config.state, config.adapter_start)
     if not isinstance(config.norm_between, bool):
         raise TypeError(f"norm_between: expected True or False, got {config.norm_between!r}")
     check_number("state_std", config.state_std, 0.0)

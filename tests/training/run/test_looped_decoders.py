@@ -155,13 +155,16 @@ def test_a_run_is_evaluated_analysed_exported_and_gone_on_from(run_of, tmp_path,
     model = LoopedDecoderForCausalLM.from_pretrained(exported)
     assert (model.config.total_ut_steps, model.config.injection) == (3, "adapter")
 
-    changes = {"model": {"path": str(exported)}, "train": {"steps": 2}}
+    same = {"injection": "adapter", "adapter_start": "state"}  # it says what the folder leaves open
+    changes = {"model": {"path": str(exported), **same}, "train": {"steps": 2}}
     further = train(run_of("mistral", "further", **changes)).folder
     assert rows_of(further)[0]["loss"] < rows_of(folder)[0]["loss"]
     with pytest.raises(
         ConfigError, match=r"model\.injection: expected to be left out .* with adapter"
     ):
         train(run_of("mistral", "other", **merge(changes, {"model": {"injection": "add"}})))
+    with pytest.raises(ConfigError, match=r"model\.adapter_start: .* looped with state, got inpu"):
+        train(run_of("mistral", "third", **merge(changes, {"model": {"adapter_start": "inputs"}})))
 
 
 @pytest.mark.parametrize(
@@ -178,3 +181,15 @@ def test_a_run_is_evaluated_analysed_exported_and_gone_on_from(run_of, tmp_path,
 def test_mistakes_are_named(run_of, model, message):
     with pytest.raises(ConfigError, match=message):
         train(run_of("llama", model=model))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"adapter_start": "inputs", "injection": "none"}, "adapter_start: expected none with inj"),
+        ({"state": "noise", "injection": "none"}, "expected add or adapter with state 'noise'"),
+    ],
+)
+def test_a_loop_of_the_package_s_own_decoder_is_checked_before_a_run(model, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config("looped-tiny", [f"--model.{name}={value}" for name, value in model.items()])

@@ -260,7 +260,7 @@ def test_costs(tiny):
             {"method": "one-step", "train": {"backprop_turns": 4}, "model": {"injection": "add"}},
             "train.backprop_turns: expected none or 1 with method one-step, got 4",
         ),
-        ({"model": {"state": "noise"}}, "injection: expected add or adapter with state noise"),
+        ({"model": {"state": "noise"}}, "injection: expected add or adapter with state 'noise'"),
         ({"model": {"injection": "mul"}}, "injection: expected one of"),
         ({"loop": {"progressive": 1.5}}, r"progressive: expected a number in \[0, 1\]"),
         ({"loop": {"noise": -0.1}}, "noise: expected a number in"),
