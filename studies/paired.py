@@ -63,7 +63,8 @@ def differences(records: Sequence[Entry], against: Mapping[str, str]) -> list[Di
             if len(names) > 1:
                 levels = {**levels, LENGTH: name.removeprefix(FURTHER)}
                 levels[LENGTH] = AS_TRAINED if name == "accuracy" else levels[LENGTH]
-            found.append(_difference(levels, name, max(turns), pair))
+            if turns:
+                found.append(_difference(levels, name, max(turns), pair))
     return found
 
 

@@ -375,10 +375,6 @@ def test_checkpointing_prepares_a_region_by_a_global_function_that_takes_it_firs
     assert torch.allclose(x.grad, x.detach().cos())
 
 
-def twice(x):
-    return 2 * x
-
-
 @rests_on("torch._C.ScriptMethod", "torch._ops.HigherOrderOperator")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torchscript_and_higher_order_ops_come_as_these_classes():
@@ -393,20 +389,6 @@ def test_torchscript_and_higher_order_ops_come_as_these_classes():
     torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))(torch.zeros(1, 2).as_subclass(Loud))
     assert isinstance(seen[0], torch._C.ScriptMethod)
     assert isinstance(torch.ops.higher_order.cond, torch._ops.HigherOrderOperator)
-
-
-@rests_on("torch.jit._state._try_get_jit_cached_function")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_scripted_function_knows_its_code():
-    known = torch.jit._state._try_get_jit_cached_function
-    for script in (torch.jit.script(twice), torch.jit.script(twice)):  # the second is from a cache
-        assert script._torchdynamo_inline is twice
-        assert known(twice).qualified_name == script.qualified_name
-    traced = torch.jit.trace(twice, torch.ones(2))
-    assert traced._torchdynamo_inline is twice
-    assert known(twice).qualified_name != traced.qualified_name
-    loaded = torch.jit.CompilationUnit("def double(x):\n    return 2 * x\n").double
-    assert not hasattr(loaded, "_torchdynamo_inline")
 
 
 @rests_on("torch.utils.checkpoint._NoopSaveInputs")

@@ -6,7 +6,7 @@ function of the user's is.
 - What prepares a region of `torch.utils.checkpoint` notes the pass that it is in, so that its
   recomputation, in backward, does what the pass did.
 - Compiled functions run eagerly: they would trace tensors, not pairs.
-- Functions of TorchScript run as the Python code that they were made of (`scripts`).
+- Functions of TorchScript run op by op (`scripts`).
 - Reentrant checkpointing is the other kind: it detaches what it is given.
 """
 

@@ -1,29 +1,53 @@
 """Functions of `torch.jit.script` in a pass.
 
 Their interpreter does not ask for `__torch_function__`: on a Dual it would run below the rules. So
-the Python code that they were made of runs in their place, with arguments as the interpreter makes
-them. The first call of each holds its result against the interpreter's.
+the compiled graph runs here, op by op, each op answered as any other of the block. Ops without side
+effects, branches and lists are known; the rest is refused by name: writes into tensors and lists,
+loops, calls of Python, random draws but dropout.
 """
 
 from __future__ import annotations
 
-import inspect
-import weakref
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stars_fast.dual.tensor import Dual, primal_of
 
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
-"""Relative difference up to which two results are the same but for rounding; 0.05 in 16 bits."""
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "aten::dropout": F.dropout,
+    "aten::__getitem__": operator.getitem,
+    "aten::__is__": operator.is_,
+    "aten::__isnot__": operator.is_not,
+    "aten::__not__": operator.not_,
+    "aten::len": len,
+    "prim::ListConstruct": lambda *values: list(values),
+    "prim::TupleConstruct": lambda *values: values,
+    "prim::ListUnpack": lambda values: tuple(values),
+    "prim::TupleUnpack": lambda values: tuple(values),
+    "prim::TupleIndex": operator.getitem,
+    "prim::NumToTensor": torch.tensor,
+    "prim::unchecked_cast": lambda value: value,
+    "prim::dtype": lambda x: x.dtype,
+    "prim::device": lambda x: x.device,
+}
+"""Kinds of nodes that are no ops, or are better called otherwise: what answers them."""
 
-_NUMBERS: dict[str, Callable[[Any], Any]] = {"FloatType": float, "IntType": int, "BoolType": bool}
+_READS = frozenset("item tolist Float Int Complex FloatImplicit IntImplicit ScalarImplicit".split())
+"""Ops that make numbers of the values of a tensor."""
 
-_same: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Functions whose code gave what they give."""
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "FloatType": (float, int),
+    "IntType": (int, torch.dtype, torch.layout),
+    "BoolType": (bool,),
+    "StringType": (str,),
+    "DeviceObjType": (torch.device,),
+}
+"""Declared types of arguments besides tensors, and what they take."""
 
 
 def call_script(interpret: Callable[..., Any], script: Any, args: tuple, kwargs: dict) -> Any:
@@ -33,22 +57,20 @@ def call_script(interpret: Callable[..., Any], script: Any, args: tuple, kwargs:
         interpret: runs a function of TorchScript, `interpret(script, *args, **kwargs)`.
 
     Raises:
-        RuntimeError: the tangent can't be followed, or the function and its code differ.
+        RuntimeError: the tangent can't be followed.
     """
-    if not _has_pair((*args, *kwargs.values())):
-        return _named(interpret, script, args, kwargs)
-    code = _code_of(script)
-    declared = script.schema.arguments
-    given = [_as_declared(script, x, a.type) for x, a in zip(args, declared, strict=False)]
-    types = {a.name: a.type for a in declared}
-    named = {
-        name: _as_declared(script, x, types[name]) if name in types else x
-        for name, x in kwargs.items()
-    }
-    if script not in _same:
-        _check_same(interpret, script, code, (given, named))
-        _same.add(script)
-    return code(*given, *args[len(given) :], **named)
+    if _has_pair((*args, *kwargs.values())):
+        graph = script.inlined_graph
+        inputs = [value.debugName() for value in graph.inputs()]
+        values = dict(zip(inputs, _bound(script, args, kwargs), strict=True))
+        (result,) = _run(script, graph, values)
+        return result
+    try:
+        return interpret(script, *args, **kwargs)
+    except RuntimeError as error:
+        if not str(error).rstrip().endswith("RuntimeError:"):  # of a Dual it has no words
+            raise
+        raise _refusal(script, "failed on a tensor with a tangent inside of an object") from error
 
 
 def _has_pair(values: Iterable[Any]) -> bool:
@@ -60,106 +82,88 @@ def _has_pair(values: Iterable[Any]) -> bool:
     return False
 
 
-def _named(interpret: Callable[..., Any], script: Any, args: tuple, kwargs: dict) -> Any:
-    """The interpreter's result; a Dual that it met has an error without words."""
-    try:
-        return interpret(script, *args, **kwargs)
-    except RuntimeError as error:
-        if not str(error).rstrip().endswith("RuntimeError:"):
-            raise
-        raise RuntimeError(
-            f"stars_fast: {script.name} of TorchScript failed, as it does on a tensor with a "
-            "tangent that comes in an object or a transform of torch.func; use the function that "
-            "it was made of"
-        ) from error
+def _refusal(script: Any, what: str) -> RuntimeError:
+    return RuntimeError(
+        f"stars_fast: {script.name} of TorchScript {what}, which a tangent can't follow; use the "
+        "function that it was made of"
+    )
 
 
-def _code_of(script: Any) -> Callable[..., Any]:
-    # torch notes the code for torch.compile, and what was scripted from which code. What a traced
-    # function does may differ from its code for other inputs; one that was loaded has none; of a
-    # decorated one the interpreter has the code inside alone.
-    code: Any = getattr(script, "_torchdynamo_inline", None)
-    known = None if code is None else torch.jit._state._try_get_jit_cached_function(code)
-    if known is None or known.qualified_name != script.qualified_name:
-        raise RuntimeError(
-            f"stars_fast: {script.name} is a traced or loaded function of TorchScript, which no "
-            "tangent can follow; use the function that it was made of"
-        )
-    if inspect.unwrap(code) is not code:
-        raise RuntimeError(
-            f"stars_fast: {script.name} is a function of TorchScript with a decorator, which "
-            "TorchScript leaves out; script the function without it"
-        )
-    return code
+def _bound(script: Any, args: tuple, kwargs: dict) -> list[Any]:
+    """The arguments in the order of the parameters, as the interpreter makes them."""
+    declared = script.schema.arguments
+    names = [each.name for each in declared]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if len(args) > len(names) or not set(kwargs) <= set(names[len(args) :]):
+        raise TypeError(f"{script.name}: expected arguments {names}, got others or too many")
+    values = []
+    for each in declared:
+        if each.name in given:
+            values.append(_as_declared(script, each.name, given[each.name], each.type))
+        elif each.has_default_value():
+            values.append(each.default_value)
+        else:
+            raise TypeError(f"{script.name}: argument {each.name} is missing")
+    return values
 
 
-def _as_declared(script: Any, value: Any, kind: Any) -> Any:
-    """An argument as the interpreter makes it: containers are copies, numbers of the type that the
-    function declares."""
-    name = kind.kind()
-    if name == "OptionalType":
-        return None if value is None else _as_declared(script, value, kind.getElementType())
-    if name == "ListType":
-        return [_as_declared(script, x, kind.getElementType()) for x in value]
-    if name == "DictType":
-        return {k: _as_declared(script, x, kind.getValueType()) for k, x in value.items()}
-    if name == "TupleType" and type(value) is tuple:
-        pairs = zip(value, kind.elements(), strict=True)
-        return tuple(_as_declared(script, x, each) for x, each in pairs)
-    if name in _NUMBERS:
-        if type(value) is Dual:
-            raise RuntimeError(
-                f"stars_fast: {script.name} of TorchScript takes a number where it was given a "
-                "tensor with a tangent, which would be lost; declare a tensor there"
-            )
-        return _NUMBERS[name](value)
-    return value
+def _as_declared(script: Any, name: str, value: Any, kind: Any) -> Any:
+    known = kind.kind()
+    if known == "OptionalType":
+        inside = kind.getElementType()
+        return None if value is None else _as_declared(script, name, value, inside)
+    if known == "TensorType" and isinstance(value, Tensor):
+        return value
+    if known == "ListType" and isinstance(value, (list, tuple)):
+        return [_as_declared(script, name, each, kind.getElementType()) for each in value]
+    if isinstance(value, _NUMBERS.get(known, ())):
+        return float(value) if isinstance(value, int) and known == "FloatType" else value
+    got = "a tensor with a tangent" if type(value) is Dual else type(value).__name__
+    raise _refusal(script, f"takes {kind} as {name} and was given {got}")
 
 
-def _check_same(
-    interpret: Callable[..., Any], script: Any, code: Callable[..., Any], given: tuple
-) -> None:
-    """Refuse a function whose code does something else now than what was scripted, as after a
-    change of a name that it reads, or where it asks `torch.jit.is_scripting`."""
-    devices = {x.device.index for x in _leaves(given) if x.device.type == "cuda"}
-    results = []
-    for run in (lambda *a, **k: interpret(script, *a, **k), code):
-        args, kwargs = _plain(given)
-        with torch.no_grad(), torch.random.fork_rng(sorted(devices)):
-            results.append(_leaves(run(*args, **kwargs)))
-    if len(results[0]) != len(results[1]) or not all(map(_close, *results)):
-        raise RuntimeError(
-            f"stars_fast: {script.name} of TorchScript gives another result than the Python code "
-            "that it was made of, which a pass runs; use that code, or script it as it is now"
-        )
+def _run(script: Any, block: Any, values: dict[str, Any]) -> list[Any]:
+    """The outputs of a graph, or of a block of one; `values` are those of its names so far."""
+    for node in block.nodes():
+        kind = node.kind()
+        names = [value.debugName() for value in node.outputs()]
+        inputs = [values[value.debugName()] for value in node.inputs()]
+        if kind == "prim::If":
+            then, otherwise = node.blocks()
+            found = _run(script, then if inputs[0] else otherwise, values)
+        elif kind == "prim::RaiseException":
+            raise RuntimeError(str(inputs[0]))
+        else:
+            result = _answer(script, node, kind, inputs)
+            found = [result] if len(names) == 1 else list(result or ())
+        values.update(zip(names, found, strict=True))
+    return [values[value.debugName()] for value in block.outputs()]
 
 
-def _plain(value: Any) -> Any:
-    """Arguments with fresh tensors, of Duals their primals."""
-    if isinstance(value, Tensor):
-        return primal_of(value).detach().clone()
-    if isinstance(value, dict):
-        return {name: _plain(x) for name, x in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_plain, value))
-    return value
+def _answer(script: Any, node: Any, kind: str, inputs: list[Any]) -> Any:
+    """The result of a node."""
+    if kind == "prim::Constant":
+        return node.output().toIValue()
+    return _FUNCTIONS[kind](*inputs) if kind in _FUNCTIONS else _call(script, node, inputs)
 
 
-def _leaves(value: Any) -> list[Tensor]:
-    """The tensors and numbers of a result, as tensors."""
-    if isinstance(value, (dict, list, tuple)):
-        inside = value.values() if isinstance(value, dict) else value
-        return [leaf for x in inside for leaf in _leaves(x)]
-    if isinstance(value, (Tensor, int, float, complex)):
-        return [primal_of(value) if isinstance(value, Tensor) else torch.tensor(value)]
-    return []
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    tolerance = _TOLERANCE.get(one.dtype, 0.05)
-    size = float(other.detach().abs().nan_to_num(0.0, 0.0, 0.0).max()) if other.numel() else 0.0
-    return torch.allclose(one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True)
+def _call(script: Any, node: Any, inputs: list[Any]) -> Any:
+    """The result of an op."""
+    library, _, name = node.schema().partition("(")[0].partition("::")
+    name, _, overload = name.partition(".")
+    packet = getattr(getattr(torch.ops, library), name, None) if library == "aten" else None
+    op = getattr(packet, overload or "default", None)
+    if op is None:
+        raise _refusal(script, f"has a {node.kind()}")
+    schema = op._schema
+    if any(each.alias_info is not None and each.alias_info.is_write for each in schema.arguments):
+        raise _refusal(script, f"writes into a tensor or a list by {node.kind()}")
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise _refusal(script, f"draws random numbers by {node.kind()}")
+    if not any("Tensor" in str(each.type) for each in schema.returns):
+        if name in _READS and _has_pair(inputs):
+            raise _refusal(script, f"makes a number of a tensor with a tangent by {node.kind()}")
+        inputs = [primal_of(value) for value in inputs]  # such as a size
+    pairs = list(zip(schema.arguments, inputs, strict=True))
+    named = {each.name: value for each, value in pairs if each.kwarg_only}
+    return op(*(value for each, value in pairs if not each.kwarg_only), **named)

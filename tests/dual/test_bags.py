@@ -113,6 +113,7 @@ REFUSED = {
     "no bags": {"input": FLAT},
     "three dimensions": {"input": BAGS[None]},
     "another mode": {"input": BAGS, "mode": "product"},
+    "no indices": {"input": BAGS.double()},
 }
 
 
@@ -122,6 +123,13 @@ def test_what_torch_refuses_is_refused_alike(name):
         F.embedding_bag(weight=numbers(ROWS, WIDTH), **REFUSED[name])
     with pytest.raises(type(error.value), match=re.escape(str(error.value).splitlines()[0])):
         fused_jvp(lambda w: F.embedding_bag(weight=w, **REFUSED[name]), *pair(ROWS, WIDTH))
+
+
+def test_a_table_of_one_dimension_is_refused_as_by_torch():
+    with pytest.raises(ValueError, match="weight has to be a 2D Tensor"):
+        fused_jvp(lambda w: F.embedding_bag(BAGS, w), *pair(ROWS))
+    with pytest.raises(RuntimeError, match="argument #1 'indices'"):
+        fused_jvp(lambda x: F.embedding_bag(x, x), *pair(ROWS, WIDTH))
 
 
 def test_what_padding_holds_reaches_nothing():

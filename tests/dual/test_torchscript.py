@@ -1,10 +1,13 @@
-"""Blocks with parts of TorchScript: scripted functions run as Python, the rest is named."""
+"""Blocks with functions of TorchScript: their compiled graphs are run op by op."""
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
+from oracle import assert_matches_differences
 from torch import Tensor, nn
 
 from stars_fast import fused_jsrr, fused_jvp
@@ -15,17 +18,7 @@ pytestmark = [
 ]
 
 
-calls = []
-
-
-@torch.jit.ignore
-def note() -> None:
-    calls.append("python")
-
-
-def clamp(x: Tensor, bound: float = 2.0) -> Tensor:
-    if not torch.jit.is_scripting():
-        note()
+def clamp(x: Tensor, bound: float = 2) -> Tensor:
     return (x / bound).tanh() * bound
 
 
@@ -33,160 +26,174 @@ def mix(parts: list[Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
     return clamp(parts[0] * weight), parts[0] @ parts[1].mT
 
 
-class Block(nn.Module):
-    def __init__(self, clamp, mix):
-        super().__init__()
-        self.linear = nn.Linear(4, 4).double()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4, dtype=torch.float64))
-        self.clamp, self.mix = clamp, mix
+def composed(x: Tensor, weight: Tensor, more: Tensor | None = None, dim: int = -1) -> Tensor:
+    y = F.gelu(F.softmax(x @ weight, dim=dim)) + F.layer_norm(x, [x.size(-1)])
+    if more is not None:
+        y = y * more
+    if x.size(0) > 1 and len(x.shape) == 3:
+        y = torch.cat([y[..., :2], F.silu(x)[..., 2:]], -1)
+    else:
+        y = y.cos()
+    first, second = y.chunk(2, -1)
+    return torch.stack([first, second]).sum(0).repeat(1, 1, 2).to(torch.float64)
 
-    def forward(self, h):
-        x = self.clamp(self.linear(h), bound=3.0)
-        x, scores = self.mix([x, h], self.weight)
-        return x + scores @ self.clamp(h)
+
+def scaled(x: Tensor, by: float, times: int = 2, more: float | None = None) -> Tensor:
+    y = x * by * times if isinstance(by, float) else x
+    return y if more is None else y / (more / 2)
 
 
-def derivatives(block, h, v):
-    out, jv = fused_jvp(block, h, v)
-    return out, jv, *torch.autograd.grad((jv.square() + out).sum(), [h, *block.parameters()])
+def unlike_its_code(x: Tensor) -> Tensor:
+    if torch.jit.is_scripting():
+        return clamp(x)
+    return x.cos()
+
+
+def in_dtype(x: Tensor, dtype: torch.dtype, other: torch.dtype | None = None) -> Tensor:
+    return x.to(dtype) if other is None else x.to(other).sin()
+
+
+def dropped(x: Tensor, training: bool) -> Tensor:
+    return F.dropout(x, 0.5, training).sin()
+
+
+def checked(x: Tensor, width: int) -> Tensor:
+    if x.size(-1) != width:
+        raise ValueError("another width")
+    return x.sin()
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def twice(x):
+        return 2 * function(x)
+
+    return twice
+
+
+@decorated
+def sine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+WEIGHT = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
+BLOCKS = {
+    "a number by default": (clamp, lambda f, h: f(h) * f(h, bound=3.0)),
+    "lists and tuples": (mix, lambda f, h: f([h, h.sin()], WEIGHT[0])[1] @ f((h, h), WEIGHT[1])[0]),
+    "functions of torch": (composed, lambda f, h: f(h, WEIGHT) + f(h, WEIGHT, h.cos(), dim=1)),
+    "another branch": (composed, lambda f, h: f(h[:1], WEIGHT)),
+    "an integer for a number": (scaled, lambda f, h: f(h, 3) + f(h, by=1.5, times=3, more=1)),
+    "other code in Python": (unlike_its_code, lambda f, h: f(h)),
+    "a decorator left out": (sine, lambda f, h: f(h)),
+    "types": (in_dtype, lambda f, h: f(h, torch.float64) + f(h.sin(), 7, torch.float64)),
+    "a tangent in one keyword": (clamp, lambda f, h: f(x=h)),
+    "no dropout": (dropped, lambda f, h: f(h, False)),
+}
 
 
 @pytest.fixture
 def h():
-    calls.clear()
     torch.manual_seed(0)
-    return torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    return torch.randn(2, 5, 4, dtype=torch.float64)
 
 
-def test_a_scripted_function_carries_the_tangent_of_its_code(h):
-    torch.manual_seed(1)
-    block = Block(torch.jit.script(clamp), torch.jit.script(mix))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_value_is_the_interpreter_s_and_the_rest_follows(h, name, monkeypatch):
+    function, block = BLOCKS[name]
+    script = torch.jit.script(function)
+    monkeypatch.setitem(globals(), "clamp", torch.cos)  # it was compiled with another
+    out, _ = fused_jvp(lambda x: block(script, x), h, torch.ones_like(h))
+    torch.testing.assert_close(out, block(script, h), rtol=1e-12, atol=1e-12)
+    assert_matches_differences(lambda x: block(script, x), h)
+
+
+def test_weights_get_their_gradients(h):
+    weight = WEIGHT.clone().requires_grad_()
+    script = torch.jit.script(composed)
     v = torch.randn_like(h)
-    derivatives(block, h, v)  # the first call of each function is held against its code
-    calls.clear()
-    found = derivatives(block, h, v)
-    assert len(calls) == 3
-    block.clamp, block.mix = clamp, mix
-    for a, b in zip(found, derivatives(block, h, v), strict=True):
-        assert torch.equal(a, b)
-    tangent = torch.func.jvp(block, (h.detach(),), (v,))[1]
-    torch.testing.assert_close(found[1], tangent, rtol=1e-12, atol=1e-12)
+    found, expected = (
+        torch.autograd.grad(fused_jsrr(lambda x, f=f: f(x, weight), h, v=v), weight)[0]
+        for f in (script, composed)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_it_is_a_block_by_itself(h):
-    loss = fused_jsrr(torch.jit.script(clamp), h, detach=False, v=torch.ones_like(h))
-    slope = 1 - (h.detach() / 2).tanh().square()
-    torch.testing.assert_close(loss, slope.square().mean(), rtol=1e-12, atol=1e-12)
-
-
-def grown(parts: list[Tensor], named: dict[str, Tensor], x: Tensor) -> Tensor:
-    parts.append(x)
-    named["x"] = x * named["x"]
-    return torch.stack(parts).sum(0) * named["x"]
-
-
-def scaled(x: Tensor, by: float, times: int = 2, more: float | None = None) -> Tensor:
-    table = torch.tensor([by, by])
-    table[0] = 0.5
-    y = x * table.mean() * times
-    return y if more is None else y / (more / 2)
-
-
-def unequal(x: Tensor) -> Tensor:
-    if torch.jit.is_scripting():
-        return x.sin()
-    return x.cos()
-
-
-def other(x: Tensor) -> Tensor:
-    return x.sin()
-
-
-def calls_other(x: Tensor) -> Tensor:
-    return other(x)
-
-
-def held_against_the_interpreter(block, h):
-    """The value is that of the interpreter, and the tangent that of the value by differences."""
-    v = torch.randn_like(h)
-    out, jv = fused_jvp(block, h, v)
-    eps = 1e-6
-    with torch.no_grad():
+def test_traced_and_loaded_functions_do_what_they_do(h):
+    traced = torch.jit.trace(composed, (h, WEIGHT))
+    source = "def twice(x, y):\n    return (x * y).sin() + x\n"
+    loaded = torch.jit.CompilationUnit(source).twice
+    for block in (lambda x: traced(x, WEIGHT), lambda x: loaded(x, x)):
+        out, _ = fused_jvp(block, h, torch.ones_like(h))
         torch.testing.assert_close(out, block(h), rtol=1e-12, atol=1e-12)
-        difference = (block(h + eps * v) - block(h - eps * v)) / (2 * eps)
-    torch.testing.assert_close(jv, difference, rtol=1e-7, atol=1e-7)
+        assert_matches_differences(block, h)
 
 
-def test_containers_are_copies_as_for_the_interpreter(h):
-    script = torch.jit.script(grown)
-
-    def block(x):
-        parts, named = [x], {"x": x}
-        return script(parts, named, x) + script(parts, named, x)
-
-    held_against_the_interpreter(block, h)
-
-
-def test_a_tuple_may_stand_for_a_list(h):
-    script = torch.jit.script(mix)
-    weight = torch.ones(4, dtype=torch.float64)
-    held_against_the_interpreter(lambda x: script((x, x), weight)[0], h)
-
-
-@pytest.mark.parametrize("by", [1, True, 1.5, torch.tensor(3)])
-def test_numbers_are_of_the_declared_type(h, by):
-    script = torch.jit.script(scaled)
-    held_against_the_interpreter(lambda x: script(x, by) + script(x, by=by, times=3, more=1), h)
-
-
-def test_a_number_that_carries_a_tangent_is_refused(h):
-    script = torch.jit.script(scaled)
-    with pytest.raises(RuntimeError, match="scaled of TorchScript takes a number where it was"):
-        fused_jvp(lambda x: script(x, x.sum()), h, h)
-
-
-def test_code_that_does_something_else_is_refused(h, monkeypatch):
-    with pytest.raises(RuntimeError, match="unequal of TorchScript gives another result than"):
-        fused_jsrr(torch.jit.script(unequal), h)
-    script = torch.jit.script(calls_other)
-    monkeypatch.setitem(globals(), "other", torch.cos)
-    with pytest.raises(RuntimeError, match="calls_other of TorchScript gives another result"):
-        fused_jsrr(script, h)
-
-
-def test_dropout_of_a_script_draws_once(h):
-    def dropped(x: Tensor) -> Tensor:
-        return torch.nn.functional.dropout(x, 0.5, True).sin()
-
-    def drawn(block):
+@pytest.mark.parametrize("steps", [1, 3])
+def test_dropout_is_that_of_the_function(h, steps):
+    def drawn(function):
         torch.manual_seed(2)
-        return fused_jvp(block, h, torch.ones_like(h)), torch.rand(3)
+        return fused_jsrr(lambda x: function(x, True), h, power_steps=steps), torch.rand(3)
 
-    script = torch.jit.script(dropped)
-    for (out, jv), after in (drawn(script), drawn(script)):  # the first one is checked
-        (plain, tangent), then = drawn(dropped)
-        assert torch.equal(out, plain)
-        assert torch.equal(jv, tangent)
-        assert torch.equal(after, then)
+    (loss, after), (expected, then) = drawn(torch.jit.script(dropped)), drawn(dropped)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(after, then)
 
 
-def test_a_decorator_that_the_interpreter_leaves_out_is_refused(h):
-    def doubled(function):
-        @functools.wraps(function)
-        def twice(x):
-            return 2 * function(x)
+def test_without_a_tangent_it_is_interpreted(h, monkeypatch):
+    script, before = torch.jit.script(clamp), torch.jit.ScriptFunction.__call__
+    monkeypatch.setattr("stars_fast.dual.scripts._run", None)
+    constant = torch.ones(4, dtype=torch.float64)
+    fused_jsrr(lambda x: x * script(constant), h)
+    with pytest.raises(TypeError, match="not callable"):
+        fused_jsrr(script, h)
+    assert torch.jit.ScriptFunction.__call__ is before
+    torch.testing.assert_close(script(h), clamp(h))
 
-        return twice
 
-    for wrap in (doubled, torch.no_grad()):
+# -- what is refused
 
-        def sine(x: Tensor) -> Tensor:
-            return x.sin()
 
-        script = torch.jit.script(wrap(sine))
-        torch.testing.assert_close(script(h), h.sin())
-        with pytest.raises(RuntimeError, match="sine is a function of TorchScript with a decorato"):
-            fused_jsrr(script, h)
+def in_place(x: Tensor) -> Tensor:
+    y = x.sin()
+    y.mul_(2.0)
+    return y
+
+
+def appending(parts: list[Tensor], x: Tensor) -> Tensor:
+    parts.append(x)
+    return torch.stack(parts).sum(0)
+
+
+def in_a_loop(x: Tensor, turns: int) -> Tensor:
+    for _ in range(turns):
+        x = x.sin()
+    return x
+
+
+def drawing(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+@torch.jit.ignore
+def note(x: Tensor) -> Tensor:
+    return x
+
+
+def reading(x: Tensor) -> Tensor:
+    return x * float(x.mean())
+
+
+def calling_python(x: Tensor) -> Tensor:
+    return note(x).sin()
+
+
+class Named(NamedTuple):
+    x: Tensor
+    by: float
+
+
+def of_a_tuple(held: Named) -> Tensor:
+    return held.x * held.by
 
 
 @torch.jit.script
@@ -200,47 +207,47 @@ def of_a_holder(held: Holder) -> Tensor:
     return held.x * held.by
 
 
-def test_a_tangent_in_an_object_is_named(h):
-    script = torch.jit.script(of_a_holder)
-    with pytest.raises(RuntimeError, match="stars_fast: of_a_holder of TorchScript failed"):
-        fused_jsrr(lambda x: script(Holder(x, 2.0)), h)
+@pytest.mark.parametrize(
+    ("function", "block", "message"),
+    [
+        (in_place, lambda f, h: f(h), "writes into a tensor or a list by aten::mul_"),
+        (appending, lambda f, h: f([h], h), "writes into a tensor or a list by aten::append"),
+        (in_a_loop, lambda f, h: f(h, 3), "has a prim::Loop"),
+        (drawing, lambda f, h: f(h), "draws random numbers by aten::rand_like"),
+        (reading, lambda f, h: f(h), "makes a number of a tensor with a tangent by aten::Float"),
+        (calling_python, lambda f, h: f(h), "has a "),
+        (scaled, lambda f, h: f(h, h.sum()), "takes float as by and was given a tensor with a"),
+        (scaled, lambda f, h: f(h, "1.5"), "takes float as by and was given str"),
+        (scaled, lambda f, h: f(h, 1.5, 2.5), "takes int as times and was given float"),
+        (mix, lambda f, h: f(h, WEIGHT[0]), r"takes List\[Tensor\] as parts and was given a tens"),
+        (of_a_tuple, lambda f, h: f(Named(h, 2.0)), "as held and was given Named"),
+        (of_a_holder, lambda f, h: f(Holder(h, 2.0)), "failed on a tensor with a tangent inside"),
+    ],
+)
+def test_what_is_not_followed_is_named(h, function, block, message):
+    script = torch.jit.script(function)
+    with pytest.raises(RuntimeError, match=f"stars_fast: {function.__name__} of .*{message}"):
+        fused_jsrr(lambda x: block(script, x), h)
 
 
-def test_an_error_of_a_script_is_its_own(h):
-    script = torch.jit.script(mix)
+def test_mistakes_and_errors_are_the_call_s_own(h):
+    script = torch.jit.script(checked)
+    fused_jsrr(lambda x: script(x, 4), h)
+    with pytest.raises(RuntimeError, match="another width"):
+        fused_jsrr(lambda x: script(x, 5), h)
+    for given in ((), (4, 4)):
+        with pytest.raises(
+            TypeError, match=r"checked: (argument width is missing|expected argume)"
+        ):
+            fused_jsrr(lambda x, given=given: script(x, *given), h)
     with pytest.raises(RuntimeError, match="size of tensor") as error:
-        fused_jsrr(lambda x: x * script([torch.ones(2)], torch.ones(3))[0], h)
+        fused_jsrr(lambda x: x * torch.jit.script(clamp)(torch.ones(2)) * torch.ones(3), h)
     assert "stars_fast" not in str(error.value)
-
-
-def test_without_a_tangent_and_after_a_pass_it_is_torchscript(h):
-    script = torch.jit.script(clamp)
-    before = torch.jit.ScriptFunction.__call__
-    constant = torch.ones(4, dtype=torch.float64)
-    fused_jsrr(lambda x: x * script(constant), h)
-    assert not calls
-    fused_jsrr(script, h)
-    calls.clear()
-    with pytest.raises(ZeroDivisionError):
-        fused_jsrr(lambda x: script(x) / (1 // 0), h)
-    assert torch.jit.ScriptFunction.__call__ is before
-    assert len(calls) == 1
-    out = script(h)
-    assert len(calls) == 1
-    torch.testing.assert_close(out, clamp(h))
-
-
-def test_traced_and_loaded_functions_are_refused(h):
-    loaded = torch.jit.CompilationUnit("def double(x):\n    return 2 * x\n").double
-    for function in (torch.jit.trace(clamp, h.detach()), loaded):
-        assert isinstance(function, torch.jit.ScriptFunction)
-        with pytest.raises(RuntimeError, match=r"stars_fast: .* traced or loaded function of"):
-            fused_jsrr(lambda x, function=function: function(x), h)
 
 
 def test_modules_are_refused(h):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    for block in (torch.jit.script(model), torch.jit.trace(model, h.detach())):
+    for block in (torch.jit.script(model), torch.jit.trace(model, h)):
         for call in (block, lambda x, block=block: block(2 * x)):
             with pytest.raises(RuntimeError, match=r"stars_fast: .* is a module of TorchScript"):
                 fused_jsrr(call, h)

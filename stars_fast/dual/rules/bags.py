@@ -33,12 +33,13 @@ def embedding_bag_rule(
         weight: [V, D].
         per_sample_weights: of the shape of input, for sums.
     """
-    if input.is_floating_point() and not weight.is_floating_point():
+    if type(input) is Dual and not weight.is_floating_point():
         input, weight = weight, input  # an order of long ago, which torch takes with a warning
+    table = primal_of(weight)
+    column = table[:, :1] if table.dim() == 2 else table
     options = mode, False, primal_of(per_sample_weights), include_last_offset, padding_idx
     with torch.no_grad():
-        column = primal_of(weight)[:, :1]
-        F.embedding_bag(input, column, offsets, None, norm_type, False, *options)
+        F.embedding_bag(primal_of(input), column, offsets, None, norm_type, False, *options)
     if mode not in ("sum", "mean"):
         raise RuntimeError(
             f"stars_fast: embedding_bag with mode {mode!r} of a tensor with a tangent: torch has "
