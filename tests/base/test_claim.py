@@ -129,11 +129,11 @@ def test_the_owner_is_not_a_later_process_with_its_number(folder):
 
 
 def test_another_users_process_that_is_hidden_is_told_by_its_touches(folder, monkeypatch):
-    held, _ = take(folder)
-    with monkeypatch.context() as changing:  # its thread must not see the one without the other
-        changing.setattr(held, "check", lambda: True)
-        rewrite(held, pid=2**22 + 1)
-        held._owner = claim._read(held._path)
+    held = left_by(folder, pid=2**22 + 1)
+    held._owner = claim._read(held._path)
+    held._stop.clear()
+    held._thread = threading.Thread(target=held._beat, daemon=True)
+    held._thread.start()
     monkeypatch.setattr(os, "kill", lambda pid, number: (_ for _ in ()).throw(PermissionError()))
     with pytest.raises(ConfigError, match="belongs to process 4194305"):
         take(folder)
