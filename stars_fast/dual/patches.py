@@ -7,7 +7,7 @@ function of the user's is.
   recomputation, in backward, does what the pass did.
 - Compiled functions run eagerly: they would trace tensors, not pairs.
 - Functions of TorchScript run op by op (`scripts`).
-- Reentrant checkpointing is the other kind: it detaches what it is given.
+- Reentrant checkpoints run as the other kind: they would detach what they are given.
 """
 
 from __future__ import annotations
