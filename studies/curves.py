@@ -112,14 +112,19 @@ def by_length(results: Sequence[SettingCurves]) -> list[SettingCurves]:
     return [
         replace(
             result,
-            levels={**result.levels, LENGTH: name.removeprefix(FURTHER) or AS_TRAINED},
-            median={"accuracy": result.median[name or "accuracy"]},
-            low={"accuracy": result.low[name or "accuracy"]},
-            high={"accuracy": result.high[name or "accuracy"]},
+            levels={**result.levels, LENGTH: length_of(name)},
+            median={"accuracy": result.median[name]},
+            low={"accuracy": result.low[name]},
+            high={"accuracy": result.high[name]},
         )
-        for name in ("", *names)
+        for name in ("accuracy", *names)
         for result in results
     ]
+
+
+def length_of(name: str) -> str:
+    """The level of `LENGTH` that an accuracy is of, by its name."""
+    return AS_TRAINED if name == "accuracy" else name.removeprefix(FURTHER)
 
 
 def number(value: float | None) -> float:

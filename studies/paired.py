@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from studies.curves import AS_TRAINED, FURTHER, LENGTH, figures_of, number
+from studies.curves import FURTHER, LENGTH, figures_of, length_of, number
 
 Entry = Mapping[str, Any]
 """A record of `runner.run_entry`."""
@@ -55,17 +55,18 @@ def differences(records: Sequence[Entry], against: Mapping[str, str]) -> list[Di
         return []
     names = [name for name in figures_of(done[0]) if all(name in entry for entry in done)]
     names = [n for n in names if n == "accuracy" or n.startswith(FURTHER)] or names[:1]
-    found = []
-    for pair in pairs:
-        for name in names:
-            turns = set.intersection(*(set(map(int, entry[name])) for entry in done))
-            levels = pair.levels
-            if len(names) > 1:
-                levels = {**levels, LENGTH: name.removeprefix(FURTHER)}
-                levels[LENGTH] = AS_TRAINED if name == "accuracy" else levels[LENGTH]
-            if turns:
-                found.append(_difference(levels, name, max(turns), pair))
-    return found
+    shared = {name: set.intersection(*(set(entry[name]) for entry in done)) for name in names}
+    return [
+        _difference(
+            pair.levels | ({LENGTH: length_of(name)} if len(names) > 1 else {}),
+            name,
+            max(map(int, shared[name])),
+            pair,
+        )
+        for pair in pairs
+        for name in names
+        if shared[name]
+    ]
 
 
 def _pairs(records: Sequence[Entry], against: Mapping[str, str]) -> list[_Pair]:
@@ -87,7 +88,9 @@ def _pairs(records: Sequence[Entry], against: Mapping[str, str]) -> list[_Pair]:
 
 
 def _difference(levels: dict[str, str], name: str, turns: int, pair: _Pair) -> Difference:
-    ends = [[number(entry[name][str(turns)]) for entry in runs] for runs in pair[1:3]]
+    ends = [
+        [number(entry[name][str(turns)]) for entry in runs] for runs in (pair.ones, pair.others)
+    ]
     values = [0.0 if one == other else one - other for one, other in zip(*ends, strict=True)]
     larger = name.startswith("accuracy")
     better = sum(value > 0 if larger else value < 0 for value in values)

@@ -9,12 +9,13 @@ loops, calls of Python, random draws but dropout.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stars_fast.dual.tensor import Dual, primal_of
 
@@ -27,8 +28,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::len": len,
     "prim::ListConstruct": lambda *values: list(values),
     "prim::TupleConstruct": lambda *values: values,
-    "prim::ListUnpack": lambda values: tuple(values),
-    "prim::TupleUnpack": lambda values: tuple(values),
+    "prim::ListUnpack": tuple,
+    "prim::TupleUnpack": tuple,
     "prim::TupleIndex": operator.getitem,
     "prim::NumToTensor": torch.tensor,
     "prim::unchecked_cast": lambda value: value,
@@ -59,7 +60,7 @@ def call_script(interpret: Callable[..., Any], script: Any, args: tuple, kwargs:
     Raises:
         RuntimeError: the tangent can't be followed.
     """
-    if _has_pair((*args, *kwargs.values())):
+    if _has_pair((args, kwargs)):
         graph = script.inlined_graph
         inputs = [value.debugName() for value in graph.inputs()]
         values = dict(zip(inputs, _bound(script, args, kwargs), strict=True))
@@ -73,13 +74,9 @@ def call_script(interpret: Callable[..., Any], script: Any, args: tuple, kwargs:
         raise _refusal(script, "failed on a tensor with a tangent inside of an object") from error
 
 
-def _has_pair(values: Iterable[Any]) -> bool:
-    """Whether a Dual is among arguments, or in a list or dictionary of them."""
-    for value in values:
-        inside = value.values() if isinstance(value, dict) else value
-        if type(value) is Dual or (isinstance(value, (list, tuple, dict)) and _has_pair(inside)):
-            return True
-    return False
+def _has_pair(values: Any) -> bool:
+    """Whether a Dual is among arguments, or in a list, tuple or dictionary of them."""
+    return any(type(value) is Dual for value in tree_leaves(values))
 
 
 def _refusal(script: Any, what: str) -> RuntimeError:

@@ -646,10 +646,12 @@ def test_reentrant_checkpoints_are_exact(kind, monkeypatch):
     h, v = numbers(3, 4).requires_grad_(), numbers(3, 4, seed=1)
     found = gradients_of(lambda x: REENTRANT[kind](part, x), inner, h, v)
     assert len(calls) == (3 if kind == "nested" else 2)
-    kept = lambda run, *args, **options: run(*args)  # noqa: E731
-    monkeypatch.setitem(globals(), "checkpoint", kept)
-    row = lambda parts, count, x, **options: parts[1](parts[0](x))  # noqa: E731
-    monkeypatch.setitem(globals(), "checkpoint_sequential", row)
+    kept = {
+        "checkpoint": lambda run, *args, **options: run(*args),
+        "checkpoint_sequential": lambda parts, count, x, **options: parts[1](parts[0](x)),
+    }
+    for name, run in kept.items():
+        monkeypatch.setitem(globals(), name, run)
     for a, b in zip(
         found, gradients_of(lambda x: REENTRANT[kind](part, x), inner, h, v), strict=True
     ):

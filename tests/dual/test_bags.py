@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import relative_error
+from tolerances import OPS, TIMES_EAGER
 from torch import nn
 
 from stars_fast import fused_jsrr, fused_jvp
 
+CLOSE = dict.fromkeys(("rtol", "atol"), OPS[torch.float64])
 ROWS, WIDTH = 7, 4
 BAGS = torch.tensor([[0, 3, 3, 6], [2, 1, 6, 0], [5, 5, 5, 5]])
 FLAT, STARTS = BAGS.flatten(), torch.tensor([0, 0, 5, 12])  # the first and the last are empty
@@ -41,11 +43,11 @@ def assert_exact(call, x, other):
     a, b = numbers(*out.shape, seed=2), numbers(*out.shape, seed=3)
     got = torch.autograd.grad((a * out + b * jv).sum(), leaves)
     plain, tangent = call(x.sin(), other), call(x.cos() * v, other)
-    torch.testing.assert_close(out, plain, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(jv, tangent, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, plain, **CLOSE)
+    torch.testing.assert_close(jv, tangent, **CLOSE)
     expected = torch.autograd.grad((a * plain + b * tangent).sum(), leaves)
     for found, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, right, **CLOSE)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -86,7 +88,7 @@ def test_values_of_a_memory_are_read_by_weights_of_the_state():
     found = torch.autograd.grad(fused_jsrr(block, h, v=v), leaves)
     expected = torch.autograd.grad(fused_jsrr(written_out, h, v=v), leaves)
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(a, b, **CLOSE)
 
 
 def pair(*shape, **options):
@@ -147,11 +149,11 @@ def test_what_padding_holds_reaches_nothing():
     expected = torch.autograd.grad(
         (call(weights) + call(torch.ones_like(weights))).sum(), [weights, table]
     )
-    torch.testing.assert_close(out, call(weights))
+    torch.testing.assert_close(out, call(weights), **CLOSE)
     assert torch.equal(jv, call(torch.ones_like(weights)))
     assert found[0].isfinite().all()
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, **CLOSE)
 
 
 def test_gradients_by_frequency_are_divided_by_it():
@@ -166,7 +168,7 @@ def test_gradients_by_frequency_are_divided_by_it():
     (found,) = torch.autograd.grad(out.sum(), table)
     sums = torch.zeros(ROWS, dtype=torch.float64).index_add(0, FLAT, weights.flatten())
     expected = sums / torch.bincount(FLAT, minlength=ROWS).clamp_min(1)
-    torch.testing.assert_close(found, expected[:, None].expand_as(found))
+    torch.testing.assert_close(found, expected[:, None].expand_as(found), **CLOSE)
 
 
 def test_rows_are_held_to_a_norm_and_gradients_may_be_sparse():
@@ -178,9 +180,9 @@ def test_rows_are_held_to_a_norm_and_gradients_may_be_sparse():
 
     one, other = (numbers(ROWS, WIDTH).requires_grad_() for _ in range(2))
     out, jv = fused_jvp(lambda x: call(one, x), weights, torch.ones_like(weights))
-    torch.testing.assert_close(out, call(other, weights))
+    torch.testing.assert_close(out, call(other, weights), **CLOSE)
     assert torch.equal(one, other)
-    assert one[FLAT].norm(dim=1).max() < 1.0001
+    assert one[FLAT].norm(dim=1).max() <= 1.0
     assert torch.autograd.grad(jv.sum(), one)[0].is_sparse
     table, v = pair(ROWS, WIDTH)
     table.requires_grad_()
@@ -192,8 +194,8 @@ def test_rows_are_held_to_a_norm_and_gradients_may_be_sparse():
 def test_the_order_of_long_ago_and_empty_inputs():
     table, v = pair(ROWS, WIDTH)
     out, jv = fused_jvp(lambda x: F.embedding_bag(x, BAGS), table, v)
-    torch.testing.assert_close(out, F.embedding_bag(BAGS, table))
-    torch.testing.assert_close(jv, F.embedding_bag(BAGS, v))
+    torch.testing.assert_close(out, F.embedding_bag(BAGS, table), **CLOSE)
+    torch.testing.assert_close(jv, F.embedding_bag(BAGS, v), **CLOSE)
     none = torch.zeros(0, 4, dtype=torch.int64)
     out, jv = fused_jvp(lambda x: F.embedding_bag(none, x, mode="sum"), table, v)
     assert out.shape == jv.shape == (0, WIDTH)
@@ -203,14 +205,17 @@ def test_the_order_of_long_ago_and_empty_inputs():
 def test_16_bits_are_as_accurate_as_in_eager(dtype):
     index = torch.arange(300).reshape(3, 100) % 50
     table, x = numbers(50, WIDTH).to(dtype), numbers(3, 100).to(dtype)
-    call = lambda t, w: F.embedding_bag(index, t, mode="sum", per_sample_weights=w)  # noqa: E731
+
+    def call(t, w):
+        return F.embedding_bag(index, t, mode="sum", per_sample_weights=w)
+
     v = x.sign()  # of unit RMS, so that it goes through the pass as it is
     out, jv = fused_jvp(lambda w: call(table, w), x, v)
     assert out.dtype == jv.dtype == dtype
     for found, weights in ((out, x), (jv, v)):
         exact = call(table.double(), weights.double())
         eager = relative_error(call(table, weights), exact)
-        assert relative_error(found, exact) <= 2 * eager
+        assert relative_error(found, exact) <= TIMES_EAGER * eager
 
 
 def test_the_largest_of_a_bag_is_refused():

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import assert_matches_differences
+from tolerances import BLOCK, OPS
 from torch import Tensor, nn
 
 from stars_fast import fused_jsrr, fused_jvp
@@ -16,6 +17,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
+
+CLOSE = dict.fromkeys(("rtol", "atol"), OPS[torch.float64])
 
 
 def clamp(x: Tensor, bound: float = 2) -> Tensor:
@@ -103,7 +106,7 @@ def test_the_value_is_the_interpreter_s_and_the_rest_follows(h, name, monkeypatc
     script = torch.jit.script(function)
     monkeypatch.setitem(globals(), "clamp", torch.cos)  # it was compiled with another
     out, _ = fused_jvp(lambda x: block(script, x), h, torch.ones_like(h))
-    torch.testing.assert_close(out, block(script, h), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, block(script, h), **CLOSE)
     assert_matches_differences(lambda x: block(script, x), h)
 
 
@@ -115,7 +118,7 @@ def test_weights_get_their_gradients(h):
         torch.autograd.grad(fused_jsrr(lambda x, f=f: f(x, weight), h, v=v), weight)[0]
         for f in (script, composed)
     )
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, expected, rtol=BLOCK, atol=BLOCK)
 
 
 def test_traced_and_loaded_functions_do_what_they_do(h):
@@ -124,7 +127,7 @@ def test_traced_and_loaded_functions_do_what_they_do(h):
     loaded = torch.jit.CompilationUnit(source).twice
     for block in (lambda x: traced(x, WEIGHT), lambda x: loaded(x, x)):
         out, _ = fused_jvp(block, h, torch.ones_like(h))
-        torch.testing.assert_close(out, block(h), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out, block(h), **CLOSE)
         assert_matches_differences(block, h)
 
 
@@ -135,7 +138,7 @@ def test_dropout_is_that_of_the_function(h, steps):
         return fused_jsrr(lambda x: function(x, True), h, power_steps=steps), torch.rand(3)
 
     (loss, after), (expected, then) = drawn(torch.jit.script(dropped)), drawn(dropped)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(loss, expected, **CLOSE)
     assert torch.equal(after, then)
 
 

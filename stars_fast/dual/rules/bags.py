@@ -49,23 +49,34 @@ def embedding_bag_rule(
     sparse = sparse and type(weight) is not Dual
     rows = F.embedding(index, weight, None, max_norm, norm_type, scale_grad_by_freq, sparse)
     scales = None if per_sample_weights is None else per_sample_weights.reshape(-1, 1)
-    counts = torch.ones_like(input, dtype=torch.bool)
+    counts = torch.ones_like(index)
     if padding_idx is not None:
-        counts = input != padding_idx % weight.shape[0]
-        kept = counts.reshape(-1, 1)
-        rows = torch.where(kept, rows, 0.0)
-        scales = None if scales is None else torch.where(kept, scales, 0.0)
+        kept = index != padding_idx % weight.shape[0]
+        counts = counts * kept
+        rows = torch.where(kept[:, None], rows, 0.0)
+        scales = None if scales is None else torch.where(kept[:, None], scales, 0.0)
     dtype, wide = rows.dtype, torch.promote_types(rows.dtype, torch.float32)
     rows = rows.to(wide)  # sums are in fp32 at least, as torch's
     rows = rows if scales is None else rows * scales.to(wide)
-    if input.dim() == 2:
-        out, sizes = rows.view(*input.shape, rows.shape[1]).sum(1), counts.sum(1)
-    else:
-        assert offsets is not None
-        starts = offsets[:-1] if include_last_offset else offsets
-        places = torch.arange(len(index), device=index.device)
-        bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
-        out = rows.new_zeros(len(starts), rows.shape[1]).index_add(0, bag, rows)
-        sizes = counts.new_zeros(len(starts), dtype=torch.int64).index_add(0, bag, counts.long())
-    out = out if mode == "sum" else out / sizes.clamp_min(1)[:, None]
+    bags = _Bags(input, offsets, include_last_offset)
+    out = bags.sum(rows)
+    out = out if mode == "sum" else out / bags.sum(counts[:, None]).clamp_min(1)
     return out.to(dtype)
+
+
+class _Bags:
+    """Which rows, one for each index, are of one bag; with the arguments of F.embedding_bag."""
+
+    def __init__(self, input: Tensor, offsets: Tensor | None, include_last_offset: bool) -> None:
+        self.shape, self.offsets = input.shape, offsets
+        if offsets is not None:
+            starts = offsets[:-1] if include_last_offset else offsets
+            places = torch.arange(len(input), device=input.device)
+            self.count = len(starts)
+            self.bag = torch.searchsorted(starts.contiguous(), places, right=True) - 1
+
+    def sum(self, rows: Any) -> Any:
+        """The sums of rows [n, D] over each bag, [B, D]."""
+        if self.offsets is None:
+            return rows.view(*self.shape, rows.shape[1]).sum(1)
+        return rows.new_zeros(self.count, rows.shape[1]).index_add(0, self.bag, rows)

@@ -21,7 +21,9 @@ REFUSED = {
 }
 """torch function -> what to write instead."""
 
-_OWNERS = (F, torch, torch.Tensor, torch.linalg, torch._C._nn)
+_EVERYWHERE = (F, torch, torch.Tensor, torch.linalg, torch._C._nn)
+_OWNERS = {"embedding_bag": (torch,)}
+"""Where a name is looked up, if not everywhere: that of F has a rule."""
 
 
 def _refuse(name: str, instead: str) -> None:
@@ -31,8 +33,7 @@ def _refuse(name: str, instead: str) -> None:
             f"{instead}, or detach its input where a constant is meant"
         )
 
-    owners = (torch,) if name == "embedding_bag" else _OWNERS  # that of F has a rule
-    add_rule(name, "primal", handler, owners=owners)
+    add_rule(name, "primal", handler, owners=_OWNERS.get(name, _EVERYWHERE))
 
 
 for _name, _instead in REFUSED.items():
