@@ -11,7 +11,7 @@ from studies.curves import LENGTH, SettingCurves, by_length, gather, growth, lea
 from studies.definition import Study
 from studies.findings import FIXED, judge_findings
 from studies.judging import LATELY
-from studies.paired import differences
+from studies.paired import NEWEST, differences
 from studies.paired import table as paired_table
 from studies.verdicts import Verdict
 
@@ -89,7 +89,9 @@ def outcome_table(
         blocks += [rows, [_NOTE] if "radius" in results[0].median else []]
         blocks += [[_COSTS] if study.reference is not None else []]
     if study.against:
-        blocks.append(paired_table(differences(records, study.against), study.against))
+        for figure in (None, NEWEST):
+            found = differences(records, study.against, figure)
+            blocks.append(paired_table(found, study.against))
     blocks.append(_left_out(records))
     for verdict in verdicts:
         reasons = [*map(str, verdict.parts), verdict.why_not]

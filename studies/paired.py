@@ -11,6 +11,8 @@ Entry = Mapping[str, Any]
 """A record of `runner.run_entry`."""
 FEWEST = 2
 """Seeds that both of a pair have, from which on they are compared."""
+NEWEST = "lately"
+"""The accuracy that is a mean over the newest checkpoints, where a study asks for it."""
 
 
 class Difference(NamedTuple):
@@ -42,19 +44,26 @@ class _Pair(NamedTuple):
     failed: int
 
 
-def differences(records: Sequence[Entry], against: Mapping[str, str]) -> list[Difference]:
+def differences(
+    records: Sequence[Entry], against: Mapping[str, str], figure: str | None = None
+) -> list[Difference]:
     """Each setting beside the one that has the levels of `against` in the place of its own.
 
     Args:
         records: those of `runner.run_entry`; the ones that are done are compared.
         against: {factor: level}.
+        figure: the name of the figure that is compared; none if a record lacks it. By default the
+            accuracies, or the first figure that all records have.
     """
     pairs = _pairs(records, against)
     done = [entry for pair in pairs for entry in (*pair.ones, *pair.others)]
     if not done:
         return []
     names = [name for name in figures_of(done[0]) if all(name in entry for entry in done)]
-    names = [n for n in names if n == "accuracy" or n.startswith(FURTHER)] or names[:1]
+    if figure is None:
+        names = [n for n in names if n == "accuracy" or n.startswith(FURTHER)] or names[:1]
+    else:
+        names = [figure] if figure in names else []
     shared = {name: set.intersection(*(set(entry[name]) for entry in done)) for name in names}
     return [
         _difference(
@@ -92,7 +101,7 @@ def _difference(levels: dict[str, str], name: str, turns: int, pair: _Pair) -> D
         [number(entry[name][str(turns)]) for entry in runs] for runs in (pair.ones, pair.others)
     ]
     values = [0.0 if one == other else one - other for one, other in zip(*ends, strict=True)]
-    larger = name.startswith("accuracy")
+    larger = _is_accuracy(name)
     better = sum(value > 0 if larger else value < 0 for value in values)
     return Difference(levels, name, turns, values, better, pair.failed)
 
@@ -102,13 +111,14 @@ def table(found: Sequence[Difference], against: Mapping[str, str]) -> list[str]:
     if not found:
         return []
     first, level = found[0], ", ".join(map(" ".join, against.items()))
-    accuracy = first.figure.startswith("accuracy")
+    accuracy = _is_accuracy(first.figure)
     name = "accuracy" if accuracy else first.figure.replace("_", " ")
+    taken = " of the newest checkpoints (mean)" if first.figure == NEWEST else ""
     unit, scale, form = (" in points", 100, "+.1f") if accuracy else ("", 1, "+.3g")
     headings = [*first.levels, "difference", "better on", "seeds"]
     lines = [
-        f"Beside {level}, seed by seed: the difference in {name}{unit} after {first.turns} turns, "
-        "median and range.",
+        f"Beside {level}, seed by seed: the difference in {name}{taken}{unit} after {first.turns} "
+        "turns, median and range.",
         "",
         f"| {' | '.join(headings)} |",
         "|---" * len(headings) + "|",
@@ -119,3 +129,7 @@ def table(found: Sequence[Difference], against: Mapping[str, str]) -> list[str]:
         cells = [*each.levels.values(), f"{middle} ({low} to {high})", str(each.better), seeds]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def _is_accuracy(figure: str) -> bool:
+    return figure == NEWEST or figure.startswith("accuracy")

@@ -94,6 +94,31 @@ def test_samples_of_several_lengths_have_a_line_each():
     assert [each.values for each in found] == [[0.0, 0.5], [-0.25, -0.25]]
 
 
+def test_the_newest_checkpoints_are_compared_too_where_all_have_them():
+    ends = {0: 0.5, 1: 0.5}
+    records = runs("none", "last", ends, lately={"8": 0.25, "10": 0.5})
+    records += runs("penalty", "last", ends, lately={"8": 0.5, "10": 0.25})
+    (found,) = differences(records, AGAINST, "lately")
+    assert (found.figure, found.turns, found.values, found.better) == ("lately", 10, [-0.25] * 2, 0)
+    words, *_, row = table([found], AGAINST)
+    assert words == (
+        "Beside rival none, seed by seed: the difference in accuracy of the newest checkpoints "
+        "(mean) in points after 10 turns, median and range."
+    )
+    assert row == "| penalty | last | -25.0 (-25.0 to -25.0) | 0 | 2 |"
+    (usual,) = differences(records, AGAINST)
+    assert (usual.figure, usual.values) == ("accuracy", [0.0, 0.0])
+    study = parse_study("tiny", copy.deepcopy(TINY) | {"against": {"placement": "pre"}})
+    for entry in records:
+        entry["levels"] = {"placement": "pre" if entry["label"].startswith("none") else "post"}
+    text = outcome_table(study, "quick", records, [], [])
+    assert text.count("Beside placement pre") == 2
+    assert "(mean) in points" in text
+    del records[0]["lately"]
+    assert differences(records, AGAINST, "lately") == []
+    assert outcome_table(study, "quick", records, [], []).count("Beside placement pre") == 1
+
+
 def test_the_table_of_a_study_has_them():
     mapping = copy.deepcopy(TINY) | {"against": {"placement": "pre"}, "findings": []}
     study = parse_study("tiny", mapping)
