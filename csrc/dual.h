@@ -64,7 +64,8 @@ struct GeluTanh {
 struct Relu {
   template <typename T>
   static STARS_FN Jet<T> at(T x) {
-    return {x > T(0) ? x : T(0), x > T(0) ? T(1) : T(0), T(0)};
+    const bool closed = x <= T(0);  // NaN is not, and passes as it does in torch
+    return {closed ? T(0) : x, closed ? T(0) : T(1), T(0)};
   }
 };
 

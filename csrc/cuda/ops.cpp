@@ -54,10 +54,10 @@ class Call {
   Rows input(const Tensor& given, const char* name) {
     check_device(given, name);
     STD_TORCH_CHECK(given.scalar_type() == x_.scalar_type() && given.dim() == x_.dim(), op_,
-                    ".cuda: ", name, " must have the dtype and shape of the first input");
+                    ".cuda: ", name, ": expected the dtype and shape of the first input");
     for (int64_t d = 0; d < x_.dim(); ++d) {
       STD_TORCH_CHECK(given.size(d) == x_.size(d), op_, ".cuda: ", name,
-                      " must have the shape of the first input");
+                      ": expected the shape of the first input");
     }
     std::optional<int64_t> row = row_stride(given);
     if (!row) {
@@ -78,7 +78,7 @@ class Call {
     if (!given) return {nullptr, Type::f32};
     check_device(*given, name);
     STD_TORCH_CHECK(given->dim() == 1 && given->size(0) == width_, op_, ".cuda: ", name,
-                    " must be of shape [", width_, "]");
+                    ": expected of shape [", width_, "]");
     held_.push_back(torch::stable::contiguous(*given));
     return {held_.back().const_data_ptr(), type_of(*given)};
   }
@@ -116,7 +116,7 @@ class Call {
 
   void check_device(const Tensor& t, const char* name) const {
     STD_TORCH_CHECK(t.is_cuda() && t.get_device_index() == x_.get_device_index(), op_,
-                    ".cuda: ", name, " must be on the device of the first input");
+                    ".cuda: ", name, ": expected on the device of the first input");
   }
 
   Tensor floats(const std::vector<int64_t>& shape) const {

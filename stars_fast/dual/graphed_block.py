@@ -32,7 +32,7 @@ class GraphedBlock(nn.Module):
 
     Raises:
         TypeError: `block` is not a module.
-        ValueError: `h` is not on a CUDA device.
+        ValueError: `h` is not on a CUDA device, or not on the one that graphs are captured on here.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class GraphedBlock(nn.Module):
             raise TypeError(f"block: expected a module, got {type(block).__name__}")
         if not h.is_cuda:
             raise ValueError(f"h: expected a tensor on a CUDA device, got {h.device}")
+        _check_captured_here(h.device)
         self.block = block
         self.shape, self.dtype = (2, *h.shape), h.dtype
         sample = torch.zeros(self.shape, dtype=h.dtype, device=h.device)
@@ -93,6 +94,23 @@ class GraphedBlock(nn.Module):
                 "GraphedBlock: another pass ran before the backward of this one, over what it had "
                 "saved; call backward after each pass"
             )
+
+
+def _check_captured_here(device: torch.device) -> None:
+    """Raise ValueError if torch would capture on another device: what runs on `device` meanwhile
+    would not be captured, and a replay would do nothing."""
+    current = torch.device("cuda", torch.cuda.current_device())
+    if device != current:
+        raise ValueError(
+            f"h: expected a tensor on the current CUDA device {current}, got {device}; call under "
+            f"`with torch.cuda.device({device.index}):`"
+        )
+    stream = torch.cuda.graph.default_capture_stream  # made at the first capture of the process
+    if stream is not None and stream.device != device:
+        raise ValueError(
+            f"h: expected a tensor on {stream.device}, where this process captured its first graph, "
+            f"got {device}; capture in a process for each device"
+        )
 
 
 class _DualTurn(nn.Module):

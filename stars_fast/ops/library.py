@@ -218,6 +218,14 @@ def _load(device: str) -> None:
     if device in _loaded:
         return
     _loaded.add(device)
+    try:
+        _find(device)
+    except ImportError:
+        _loaded.discard(device)  # the next call says so again, not plain PyTorch in silence
+        raise
+
+
+def _find(device: str) -> None:
     from stars_fast.ops import extension
 
     if not extension.load():
@@ -226,7 +234,7 @@ def _load(device: str) -> None:
                 f"stars_fast: the compiled kernels are not built in {extension.FOLDER}: ops run in "
                 "plain PyTorch, slower. `pip install --no-build-isolation -e .` in the source tree "
                 "builds them (csrc/README.md).",
-                stacklevel=3,
+                stacklevel=4,
             )
     else:
         native, key = ("cuda", "CUDA") if device == "cuda" else ("cpp", "CPU")

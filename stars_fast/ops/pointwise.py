@@ -56,7 +56,7 @@ def _gelu_tanh(x: Tensor) -> Triple:
 
 
 def _relu(x: Tensor) -> Triple:
-    return F.relu(x), (x > 0).to(x.dtype), torch.zeros_like(x)
+    return F.relu(x), (x <= 0).logical_not().to(x.dtype), torch.zeros_like(x)
 
 
 def _identity(x: Tensor) -> Triple:

@@ -1,5 +1,7 @@
 """The captured dual turn: equal to the eager one on a GPU, a clear error elsewhere."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,19 @@ def test_it_says_what_it_needs():
         GraphedBlock(nn.Linear(4, 4), torch.randn(2, 3, 4))
     with pytest.raises(TypeError, match="block: expected a module, got function"):
         GraphedBlock(lambda h: h, torch.randn(2, 3, 4))
+
+
+def test_a_device_on_which_torch_captures_nothing_is_refused(monkeypatch):
+    one = torch.device("cuda", 1)
+    h = SimpleNamespace(is_cuda=True, device=one)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(ValueError, match="h: expected .* current CUDA device cuda:0, got cuda:1"):
+        GraphedBlock(nn.Linear(4, 4), h)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", elsewhere)
+    with pytest.raises(ValueError, match="h: expected a tensor on cuda:0, .* got cuda:1"):
+        GraphedBlock(nn.Linear(4, 4), h)
 
 
 @pytest.mark.gpu

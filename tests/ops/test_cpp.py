@@ -180,6 +180,15 @@ def test_softmax_of_infinities_is_that_of_torch():
     torch.testing.assert_close(y[0], torch.softmax(x[0], -1), equal_nan=True)
 
 
+@pytest.mark.parametrize("run", [cpp, plain], ids=["cpp", "plain"])
+def test_nan_passes_a_relu_as_in_torch(run):
+    x = torch.tensor([torch.nan, -1.0, 0.0, 2.0]).requires_grad_()
+    y = run("pointwise", torch.stack((x.detach(), torch.ones_like(x))), "relu", True)
+    torch.testing.assert_close(y[0], torch.relu(x).detach(), equal_nan=True)
+    (slope,) = torch.autograd.grad(torch.relu(x).sum(), x)
+    torch.testing.assert_close(y[1], slope)
+
+
 @pytest.mark.parametrize("name", ["exp", "tanh", "erf"])
 def test_elementary_functions_within_two_units_in_the_last_place(name):
     x = torch.cat((torch.linspace(-110, 95, 200_001), torch.linspace(-5, 5, 200_001)))

@@ -22,7 +22,7 @@ FUNCTIONS = frozenset(
 @triton.jit
 def _place(rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Row [ROWS, 1], column [1, BLOCK] and mask of this program's tile."""
-    across = tl.cdiv(width, BLOCK)
+    across = (width - 1) // BLOCK + 1  # width + BLOCK may lie beyond 32 bits
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (program % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -41,8 +41,8 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _relu(x):
-    positive = x > 0
-    return tl.where(positive, x, 0.0), tl.where(positive, 1.0, 0.0), tl.zeros_like(x)
+    closed = x <= 0  # NaN is not, and passes as it does in torch
+    return tl.where(closed, 0.0, x), tl.where(closed, 0.0, 1.0), tl.zeros_like(x)
 
 
 @triton.jit

@@ -39,7 +39,9 @@ class Rows(NamedTuple):
 
 
 def element_size(x: Tensor, dual: bool) -> tuple[int, int]:
-    """Rows and width of x [2, ..., D] with `dual`, [..., D] without."""
+    """Rows and width of x [2, ..., D] with `dual`, [..., D] without; a scalar is a row of one."""
+    if x.dim() == dual:
+        return 1, 1
     return x.shape[1 if dual else 0 : -1].numel(), x.shape[-1]
 
 
@@ -59,7 +61,13 @@ def tile(width: int, limit: int) -> dict[str, int]:
     block = triton.next_power_of_2(width)
     if block > limit:
         return _meta(1, limit) | {"WHOLE": False}
-    return _meta(max(TILE_ELEMENTS // block, 1), block) | {"WHOLE": True}
+    return whole_tile(width) | {"WHOLE": True}
+
+
+def whole_tile(width: int) -> dict[str, int]:
+    """Tile of whole rows, however wide: ROWS rows of BLOCK columns, and the warps."""
+    block = triton.next_power_of_2(width)
+    return _meta(max(TILE_ELEMENTS // block, 1), block)
 
 
 def flat_tile(width: int) -> dict[str, int]:
@@ -113,6 +121,16 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(x, *args)
 
     return run
+
+
+def check_device(parameter: Tensor, x: Tensor) -> None:
+    """Raise RuntimeError if what a kernel reads beside the rows x is on another device: on another
+    GPU its address may be one that ends the process."""
+    if parameter.get_device() != x.get_device():
+        raise RuntimeError(
+            f"stars_fast: expected all tensors on {x.device}, where the first is, got one on "
+            f"{parameter.device}"
+        )
 
 
 def launch(kernel: Any, programs: int, x: Tensor, /, *args: object, **meta: object) -> None:

@@ -18,6 +18,7 @@ from stars_fast.ops.triton import formulas
 from stars_fast.ops.triton.launch import (
     MAX_REGISTERS,
     THREAD_ELEMENTS,
+    check_device,
     element_size,
     launch,
     programs,
@@ -325,7 +326,7 @@ def norm(
     meta = tile(width, LIMIT)
     launch(
         _forward, triton.cdiv(count, meta["ROWS"]),
-        rows.data, parameter(weight), parameter(bias), y, count, width, rows.pair, rows.stride, eps,
+        rows.data, parameter(weight, x), parameter(bias, x), y, count, width, rows.pair, rows.stride, eps,
         CENTRE=centre, DUAL=dual, **meta,
     )  # fmt: skip
     return y
@@ -351,7 +352,7 @@ def norm_backward(
     bias_parts = parts(x, shared, width) if bias_grad else None
     launch(
         _backward, shared,
-        grads.data, rows.data, parameter(weight), x_bar, weight_parts, bias_parts,
+        grads.data, rows.data, parameter(weight, x), x_bar, weight_parts, bias_parts,
         count, width, grads.pair, grads.stride, rows.pair, rows.stride, eps,
         CENTRE=centre, DUAL=dual, STAGES=stages(x, 4 if dual else 2, meta),
         maxnreg=MAX_REGISTERS, **meta,
@@ -359,9 +360,16 @@ def norm_backward(
     return x_bar, total(weight_parts, x), total(bias_parts, x)
 
 
-def parameter(weight: Tensor | None) -> Tensor | None:
-    """A parameter as the kernels read it."""
-    return None if weight is None else weight.contiguous()
+def parameter(weight: Tensor | None, x: Tensor) -> Tensor | None:
+    """A parameter as the kernels on the rows x read it.
+
+    Raises:
+        RuntimeError: it is on another device.
+    """
+    if weight is None:
+        return None
+    check_device(weight, x)
+    return weight.contiguous()
 
 
 def parts(x: Tensor, programs: int, width: int) -> Tensor:

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stars_fast.ops.triton import formulas
-from stars_fast.ops.triton.launch import flat_tile, launch
+from stars_fast.ops.triton.launch import check_device, launch, whole_tile
 
 
 @triton.jit
@@ -46,9 +46,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, transpose: bool) -> Tensor:
     shape in the memory order [N, B, S, H, D]."""
     stack, batch, heads, length, width = x.shape
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
+    for table in (cos, sin):
+        check_device(table, x)
     y = x.new_empty((stack, batch, length, heads, width))
     rows = stack * batch * length * heads
-    meta = flat_tile(width // 2)
+    meta = whole_tile(width // 2)
     launch(
         _rotate, triton.cdiv(rows, meta["ROWS"]),
         x, cos, sin, y, rows, batch, heads, length, width // 2, *x.stride()[:4],

@@ -216,9 +216,10 @@ def sandwich(
     meta = tile(width, LIMIT)
     launch(
         _forward, triton.cdiv(count, meta["ROWS"]),
-        branches.data, residuals.data, parameter(weight_out), parameter(weight_in), h, x,
-        count, width, branches.pair, branches.stride, residuals.pair, residuals.stride,
-        eps_out, eps_in, DUAL=dual, **meta,
+        branches.data, residuals.data,
+        parameter(weight_out, branch), parameter(weight_in, branch), h, x, count, width,
+        branches.pair, branches.stride, residuals.pair, residuals.stride, eps_out, eps_in,
+        DUAL=dual, **meta,
     )  # fmt: skip
     return h, x
 
@@ -246,7 +247,7 @@ def sandwich_backward(
     strides = [stride for rows in streams for stride in (rows.pair, rows.stride)]
     launch(
         _backward, shared,
-        *(rows.data for rows in streams), parameter(weight_out), parameter(weight_in),
+        *(rows.data for rows in streams), parameter(weight_out, h), parameter(weight_in, h),
         branch_bar, residual_bar, out_parts, in_parts, count, width, *strides, eps_out, eps_in,
         DUAL=dual, STAGES=stages(h, (6 + 2 * normed) // (1 if dual else 2), meta),
         maxnreg=MAX_REGISTERS, **meta,

@@ -83,7 +83,9 @@ class Pair:
         """The backward of what `forward` has left."""
         results = {name: x for name, x in self._results.items() if name in self.wanted}
         bars = [self._buffers.like(f"{name}_bar", x) for name, x in results.items()]
-        torch.autograd.backward(list(results.values()), bars)
+        # As in a step, whose backward stands outside of autocast
+        with torch.autocast(self._start["state"][0].device.type, enabled=False):
+            torch.autograd.backward(list(results.values()), bars)
         for name, leaf in self._leaves.items():
             bar = self._buffers.like(f"{name}_bar", leaf)
             if leaf.requires_grad and leaf.grad is not None:

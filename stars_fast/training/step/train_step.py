@@ -177,6 +177,7 @@ def train_step(
             with autocast(config.precision, world.device, config.parallel.sharded):
                 loss, share = step_loss(batch, plan, turns, max(supervised, 1))
             (loss * world.size).backward()  # data-parallel reduction averages; shares add up
+        del loss  # its graph holds nodes of this stream, which a capture can't wait for
         shares = shares + share
     if gradients is not None:
         gradients.average(world)

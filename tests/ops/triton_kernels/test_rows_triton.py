@@ -248,6 +248,20 @@ def test_pointwise_of_strided_rows():
     check_pointwise("gelu", randn(2, 3, 5, 33).transpose(1, 3))
 
 
+def test_pointwise_of_a_scalar():
+    pair = randn(2, 3)[:, 0]
+    assert not pair.is_contiguous()
+    check_pointwise("exp", pair)
+
+
+def test_nan_passes_a_relu_as_in_torch():
+    x = torch.tensor([torch.nan, -1.0, 0.0, 2.0], device=DEVICE).requires_grad_()
+    y = elementwise.pointwise(torch.stack((x.detach(), torch.ones_like(x))), "relu", True)
+    torch.testing.assert_close(y[0], torch.relu(x).detach(), equal_nan=True)
+    (slope,) = torch.autograd.grad(torch.relu(x).sum(), x)
+    torch.testing.assert_close(y[1], slope)
+
+
 def test_tanh_is_exact_near_zero():
     """To a few fp32 roundings of the value itself, however small: 1 - e must not cancel."""
     x = torch.logspace(-30, 1, 200, base=2.0, device=DEVICE)
@@ -286,6 +300,10 @@ def test_gated_of_the_halves_of_a_projection(rows, width, gap):
     check_gated("silu", packed[..., :width], packed[..., width + gap :])
 
 
+def test_gated_of_scalars():
+    check_gated("silu", *randn(2, 2, 3)[..., 0].unbind(1))
+
+
 def test_gated_of_rows_wider_than_a_tile():
     check_gated("silu", *randn(2, 3, 2 * 1030).chunk(2, -1))
 
@@ -293,7 +311,7 @@ def test_gated_of_rows_wider_than_a_tile():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("batch", [1, 2], ids=["shared", "own"])
 @pytest.mark.parametrize(
-    ("heads", "length", "width"), [(3, 5, 12), (1, 1, 2), (4, 33, 16), (2, 0, 8), (2, 3, 80)]
+    ("heads", "length", "width"), [(3, 5, 12), (1, 1, 2), (4, 33, 16), (2, 0, 8), (2, 3, 80), (1, 1, 4096)]
 )
 def test_rotary(heads, length, width, batch, dtype):
     fused = randn(2, 2, length, heads + 1, width, dtype=dtype)

@@ -5,6 +5,7 @@ Tolerances: in double precision pads change the order of sums over some hundred 
 and backward: 1e-11 of a loss, 1e-9 of a gradient.
 """
 
+import weakref
 from contextlib import contextmanager
 
 import numpy as np
@@ -28,7 +29,7 @@ from stars_fast.training.scale.flat_gradients import FlatGradients
 from stars_fast.training.scale.memory import extra_turns
 from stars_fast.training.step.micro_step import MicroStep
 from stars_fast.training.step.optim import make_optimizer
-from stars_fast.training.step.train_step import StepLoss, StepPlan
+from stars_fast.training.step.train_step import StepLoss, StepPlan, run_between, train_step
 from stars_fast.training.step.turns import Recompute
 
 CPU = torch.device("cpu")
@@ -376,6 +377,43 @@ def test_a_capture_that_fails_gives_the_stream_back(monkeypatch):
     with pytest.raises(RuntimeError, match="during capture"):
         recorder.record(fails)
     assert now == ["main"]
+
+
+class Marked(torch.autograd.Function):
+    """Its argument; the node holds a mark."""
+
+    @staticmethod
+    def forward(ctx, x, mark):
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, x_bar):
+        return x_bar, None
+
+
+class Mark:
+    pass
+
+
+def test_nothing_is_left_of_a_micro_batch_s_graph_when_the_next_one_begins(trained):
+    """Nodes of parameters belong to the stream that they were made on. One that outlives its
+    micro-batch is taken again by a capture on another stream, which fails."""
+    loss = trained()
+    marks = []
+
+    def between(micro, turns, penalty):
+        assert [mark() for mark in marks] == [None] * len(marks)
+        h, value = run_between(micro, turns, penalty)
+        mark = Mark()
+        marks.append(weakref.ref(mark))
+        return Marked.apply(h, mark), value
+
+    loss.between = between
+    _, window = micro_batches()
+    optimizer = make_optimizer(loss.config.optim, loss)
+    train_step(loss, optimizer, loss.config, window, StepPlan(0, [2, 3], 0.1, 0.0), ALONE)
+    assert len(marks) == 2
 
 
 def test_what_runs_beside_graphs_has_its_own_part_of_the_memory(trained):
