@@ -270,10 +270,9 @@ def test_an_absent_extension_is_said_once(folder, monkeypatch):
 def test_an_extension_that_does_not_load_is_an_error(folder, monkeypatch):
     file = folder / "_native.torch2.99.so"
     file.write_bytes(b"not a library")
-    for _ in range(2):  # not plain PyTorch in silence when it is called again
-        with pytest.raises(ImportError, match=r"torch2\.99\.so does not load .* torch 2\..*>= 2\.99"):
-            extension.load()
+    with pytest.raises(ImportError, match=r"torch2\.99\.so does not load with torch 2\..*>= 2\.99"):
+        extension.load()
     monkeypatch.setattr(library, "_loaded", set())
-    for _ in range(2):
+    for _ in range(2):  # not plain PyTorch in silence when it is called again
         with pytest.raises(ImportError, match="does not load"):
             library.has("cpp", "cpu")

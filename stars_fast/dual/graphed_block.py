@@ -108,8 +108,8 @@ def _check_captured_here(device: torch.device) -> None:
     stream = torch.cuda.graph.default_capture_stream  # made at the first capture of the process
     if stream is not None and stream.device != device:
         raise ValueError(
-            f"h: expected a tensor on {stream.device}, where this process captured its first graph, "
-            f"got {device}; capture in a process for each device"
+            f"h: expected a tensor on {stream.device}, where this process captured its first "
+            f"graph, got {device}; capture in a process for each device"
         )
 
 

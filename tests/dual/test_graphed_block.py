@@ -20,12 +20,12 @@ def test_a_device_on_which_torch_captures_nothing_is_refused(monkeypatch):
     one = torch.device("cuda", 1)
     h = SimpleNamespace(is_cuda=True, device=one)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    with pytest.raises(ValueError, match="h: expected .* current CUDA device cuda:0, got cuda:1"):
+    with pytest.raises(ValueError, match=r"h: expected .* current CUDA device cuda:0, got cuda:1"):
         GraphedBlock(nn.Linear(4, 4), h)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", elsewhere)
-    with pytest.raises(ValueError, match="h: expected a tensor on cuda:0, .* got cuda:1"):
+    with pytest.raises(ValueError, match=r"h: expected a tensor on cuda:0, .* got cuda:1"):
         GraphedBlock(nn.Linear(4, 4), h)
 
 

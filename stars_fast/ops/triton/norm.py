@@ -326,8 +326,8 @@ def norm(
     meta = tile(width, LIMIT)
     launch(
         _forward, triton.cdiv(count, meta["ROWS"]),
-        rows.data, parameter(weight, x), parameter(bias, x), y, count, width, rows.pair, rows.stride, eps,
-        CENTRE=centre, DUAL=dual, **meta,
+        rows.data, parameter(weight, x), parameter(bias, x), y,
+        count, width, rows.pair, rows.stride, eps, CENTRE=centre, DUAL=dual, **meta,
     )  # fmt: skip
     return y
 

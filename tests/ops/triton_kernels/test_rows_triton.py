@@ -311,7 +311,8 @@ def test_gated_of_rows_wider_than_a_tile():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("batch", [1, 2], ids=["shared", "own"])
 @pytest.mark.parametrize(
-    ("heads", "length", "width"), [(3, 5, 12), (1, 1, 2), (4, 33, 16), (2, 0, 8), (2, 3, 80), (1, 1, 4096)]
+    ("heads", "length", "width"),
+    [(3, 5, 12), (1, 1, 2), (4, 33, 16), (2, 0, 8), (2, 3, 80), (1, 1, 4096)],
 )
 def test_rotary(heads, length, width, batch, dtype):
     fused = randn(2, 2, length, heads + 1, width, dtype=dtype)
