@@ -253,11 +253,17 @@ class EncodeRows:
 def _build(
     folder: Path, config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int
 ) -> Splits:
-    """Make the new `folder`, under another name until it is whole."""
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as name:
+    """Make the new `folder`, under another name until it is whole.
+
+    The rows on the way lie beside it, and go last: a network file system does not remove a folder
+    with a file that is still mapped. What it leaves then, `_sweep` removes.
+    """
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+    ) as name:
         new = Path(name) / "splits"
         new.mkdir()
-        _write_splits(new, config, encoder, source, seed)
+        _write_splits(new, Path(name), config, encoder, source, seed)
         if folder.exists():  # damaged
             shutil.rmtree(folder)
         new.rename(folder)
@@ -278,8 +284,14 @@ def _sweep(cache: Path) -> None:
 
 
 def _write_splits(
-    folder: Path, config: ChatDataConfig, encoder: ChatEncoder, source: Source, seed: int
+    folder: Path,
+    scratch: Path,
+    config: ChatDataConfig,
+    encoder: ChatEncoder,
+    source: Source,
+    seed: int,
 ) -> None:
+    """Write the splits to `folder`, with rows on the way in `scratch`."""
     rows = source.load()
     columns = find_columns(config, rows)
     usable, dropped, unread = usable_rows(rows, columns)
@@ -306,9 +318,10 @@ def _write_splits(
         chosen = np.sort(drawn[first : first + count])  # in the order of the file: quick to read
         if len(chosen):
             encode = EncodeRows(encoder, columns)
-            encoded = _encode(rows.select(chosen), encode, config.workers, folder / f"{split}-rows")
+            encoded = _encode(
+                rows.select(chosen), encode, config.workers, scratch / f"{split}-rows"
+            )
             _write(folder / split, encoded, counts | {"rows": len(chosen)})
-            shutil.rmtree(folder / f"{split}-rows")
 
 
 def _encode(rows: Dataset, encode: EncodeRows, workers: int | None, folder: Path) -> Dataset:

@@ -1,9 +1,13 @@
+import errno
 import json
 import multiprocessing
 import os
 import pickle
 import re
+import shutil
 import signal
+from contextlib import suppress
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -279,6 +283,35 @@ def test_damaged_cache_is_made_anew(config, tokenizer, damage, split):
         again = load(settings, tokenizer)
     assert all(np.array_equal(a, b.tokens) for a, b in zip(first, again, strict=True))
     assert again[0].folder.parent == folder
+
+
+def mapped_or_open(folder):
+    """The files below `folder` that this process has open or mapped."""
+    lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    found = {line[5].strip() for line in lines if len(line) == 6}
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.add(os.readlink(descriptor))
+    return [path for path in found if path.startswith(f"{folder}{os.sep}")]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
+def test_what_is_removed_is_neither_open_nor_mapped(config, tokenizer, monkeypatch):
+    """NFS keeps a file that is, under another name, and does not remove its folder."""
+    removed = []
+
+    def like_nfs(path, *args, **options):
+        held = mapped_or_open(Path(path).resolve())
+        removed.append(str(path))
+        if held:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        return rmtree(path, *args, **options)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", like_nfs)
+    train, _ = load(config(validation=5), tokenizer)
+    assert len(train) == 55
+    assert removed  # the rows on the way
 
 
 def test_an_attempt_that_fails_leaves_nothing(config, tokenizer, tmp_path, monkeypatch):

@@ -174,12 +174,15 @@ class MetricsLog:
         for tracker in tuple(self._trackers):
             try:
                 what(tracker)
-            except OSError as error:
+            except Exception as error:  # a service that fails is no reason to end a run
                 self._trackers.remove(tracker)
                 name = type(tracker).__name__.strip("_")
+                why = f"{type(error).__name__}: {error}"
+                if isinstance(error, OSError):
+                    why = cant_write(self._path, error)
                 self._say(
-                    f"warning: {name} can't write: {cant_write(self._path, error)}. It is dropped "
-                    "until the run is resumed; metrics.jsonl goes on"
+                    f"warning: {name} can't write: {why}. It is dropped until the run is resumed; "
+                    "metrics.jsonl goes on"
                 )
 
 

@@ -7,9 +7,11 @@ variables (WANDB_MODE, WANDB_ENTITY, TRACKIO_DIR, ...) say where the last two wr
 import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import write_text
 from stars_fast.base.optional import need
 
@@ -54,19 +56,35 @@ def open_trackers(
 
     Raises:
         ValueError: a name that is not in TRACKERS.
-        ConfigError: W&B or trackio is asked for and not installed.
+        ConfigError: W&B or trackio is asked for and not installed, or can't begin a run.
+        OSError: a file can't be written.
     """
     if unknown := sorted(set(names) - set(TRACKERS)):
         raise ValueError(f"names: expected some of {TRACKERS}, got {unknown[0]!r}")
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
         if name == "wandb":
-            opened.append(_WandB(folder, run, project, config))
+            with _beginning(name):
+                opened.append(_WandB(folder, run, project, config))
         elif name == "trackio":
-            opened.append(_Trackio(run, project, config, resumes=step > 0))
+            with _beginning(name):
+                opened.append(_Trackio(run, project, config, resumes=step > 0))
         elif (events := _TensorBoard.open(folder, step)) is not None:
             opened.append(events)
     return opened
+
+
+@contextmanager
+def _beginning(name: str) -> Iterator[None]:
+    """Raise what a service has against a new run as ConfigError, such as a key that is missing."""
+    try:
+        yield
+    except (ConfigError, OSError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"train.report_to: {name} can't begin a run: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -138,6 +138,8 @@ def step_if(optimizer: torch.optim.Optimizer, finite: Tensor, lr: float) -> None
         return
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+    # The fused optimiser's own copy to offloaded weights would not be waited for
+    place = optimizer.param_groups[0]["params"][0].device
+    optimizer.found_inf = (~finite).float().to(place)  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()

@@ -98,6 +98,35 @@ def test_trackers_get_every_line(tmp_path):
     assert said == [(5, 0.5), "flush", "close"]
 
 
+class CommError(Exception):
+    """Like W&B's, no OSError."""
+
+
+@pytest.mark.parametrize("fails", ["log", "flush", "close"])
+@pytest.mark.parametrize("error", [CommError("stream lost"), OSError(28, "No space left")])
+def test_a_tracker_that_fails_is_dropped_and_the_run_goes_on(tmp_path, fails, error):
+    class Service:
+        def __getattr__(self, name):
+            def call(*_):
+                called.append(name)
+                if name == fails:
+                    raise error
+
+            return call
+
+    called, said = [], []
+    log = MetricsLog(tmp_path / "metrics.jsonl", 0, [Service()], said.append)
+    for step in (1, 2):
+        log.write({"step": step})
+        log.sync()
+    log.close()
+    (line,) = said
+    assert line.startswith("warning: Service can't write: ")
+    assert ("CommError: stream lost" if isinstance(error, CommError) else "No space left") in line
+    assert called.count(fails) == 1
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+
+
 def test_the_share_of_the_peak():
     meter = Meter(torch.device("cpu"), peak=1e3)
     plan = StepPlan(0, [2], 0.0, 0.1)

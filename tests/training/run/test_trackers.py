@@ -127,6 +127,22 @@ def test_a_library_that_is_missing_is_named(monkeypatch, opened, tmp_path, name)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_that_begins_no_run_is_named(monkeypatch, opened, name):
+    def init(**_):
+        raise CommError("no API key")
+
+    class CommError(Exception):
+        pass
+
+    module = ModuleType(name)
+    module.init = init
+    monkeypatch.setitem(sys.modules, name, module)
+    expected = f"train.report_to: {name} can't begin a run: CommError: no API key"
+    with pytest.raises(ConfigError, match=expected):
+        opened(name)
+
+
 def test_tensorboard_is_left_out_where_it_is_missing(monkeypatch, opened):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert opened("tensorboard") == []
