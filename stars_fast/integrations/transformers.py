@@ -420,15 +420,20 @@ def _depth_law(model: Any, turns: DepthLaw | int | None) -> DepthLaw | None:
 
 
 class _Last:
-    """The last turn's state and what turns take in, [B, S, D] each, once the model has run."""
+    """The last turn's state and what turns take in, [B, S, D] each, once the model has run.
+
+    learns: whether the model runs for its gradient.
+    """
 
     h: Tensor
     inputs: Tensor | None = None
+    learns: bool = True
 
 
 @contextmanager
 def _last_state(model: Any, block: ModelTurn | DecoderStack) -> Iterator[_Last]:
-    """The state after the last turn of each run of the model.
+    """The state after the last turn of the newest run of the model for its gradient: TRL runs the
+    same one without, as its own reference.
 
     It is the output of the block's last module. What turns take in is among the output of their
     model: as the Trainer calls it, since PEFT goes around the hooks of the model within, and as
@@ -436,16 +441,23 @@ def _last_state(model: Any, block: ModelTurn | DecoderStack) -> Iterator[_Last]:
     """
     last = _Last()
 
+    def begin(module: nn.Module, args: Any) -> None:
+        last.learns = torch.is_grad_enabled()  # within, checkpoints may turn it off
+
     def keep(module: nn.Module, args: Any, output: Any) -> None:
-        last.h = first_output(output)
+        if last.learns:
+            last.h = first_output(output)
 
     def keep_inputs(module: nn.Module, args: Any, output: Any) -> None:
         found = getattr(output, "inputs", None)
-        last.inputs = last.inputs if found is None else found
+        if last.learns and found is not None:
+            last.inputs = found
 
-    handles = [block.last.register_forward_hook(keep)]
+    outer = {model, block.model} if isinstance(block, ModelTurn) else {model}
+    handles = [each.register_forward_pre_hook(begin) for each in outer]
+    handles.append(block.last.register_forward_hook(keep))
     if isinstance(block, ModelTurn) and block.injects:
-        handles += [each.register_forward_hook(keep_inputs) for each in {model, block.model}]
+        handles += [each.register_forward_hook(keep_inputs) for each in outer]
     try:
         yield last
     finally:

@@ -75,21 +75,25 @@ class AdaptiveDepth:
 
     def of(self, x: Tensor) -> Tensor:
         """The sequences of x [B, ...] that take the next turn, [b, ...]."""
-        return x if self.rows is None else x[self.rows]
+        return x if self.rows is None else x[self.rows.to(x.device)]
 
     def step(self, h: Tensor, after: Tensor, real: Tensor | None = None) -> Tensor:
         """h [B, S, D] after a turn that gave `after` [b, S, D] for `of(h)`.
 
         real: [B, S] boolean, False on pads, which hold nobody up.
+
+        The state goes to the device of `after`, the last of a model over several; turns and rows
+        stay on the first.
         """
+        h = h.to(after.device)
         before = self.of(h)
         if self._rests is not None:
-            after = torch.where(self._rests.unsqueeze(-1), before, after)
-        h = after if self.rows is None else h.index_copy(0, self.rows, after)
+            after = torch.where(self._rests.to(after.device).unsqueeze(-1), before, after)
+        h = after if self.rows is None else h.index_copy(0, self.rows.to(h.device), after)
         self.taken += 1
         if self.tol and self.taken < self.limit:
-            still = rested(before, after, self.tol)
-            self._stop(still if real is None else still | ~self.of(real))
+            still = rested(before, after, self.tol).to(self.turns.device)
+            self._stop(still if real is None else still | ~self.of(real).to(still.device))
         return h
 
     def _stop(self, still: Tensor) -> None:

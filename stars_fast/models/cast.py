@@ -1,7 +1,9 @@
-"""Weights in another dtype, as transformers loads them: tables that are no weights keep theirs."""
+"""Weights in another dtype, as transformers loads them: tables that are no weights keep theirs, and
+what a model wants in fp32, such as a router's, is in fp32."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ def cast(model: Any, dtype: torch.dtype, device: str | torch.device | None = Non
     frequencies to 16 bits too, which puts positions beyond a few hundred off.
 
     Args:
-        model: an `nn.Module`. Its buffers that no checkpoint holds keep their dtype.
+        model: an `nn.Module`. Its buffers that no checkpoint holds keep their dtype; in 16 bits
+            what transformers loads in fp32 (`_keep_in_fp32_modules_strict`, and
+            `_keep_in_fp32_modules` in fp16 alone) is in fp32.
         device: where it is by default.
 
     Returns:
@@ -21,6 +25,7 @@ def cast(model: Any, dtype: torch.dtype, device: str | torch.device | None = Non
     """
     held = model.state_dict(keep_vars=True).keys()
     tables = [(name, table) for name, table in model.named_buffers() if name not in held]
+    wide = _kept_wide(model, dtype)
     model.to(device=device, dtype=dtype)
     for name, table in tables:
         place, _, leaf = name.rpartition(".")
@@ -28,4 +33,24 @@ def cast(model: Any, dtype: torch.dtype, device: str | torch.device | None = Non
         moved = module._buffers[leaf]
         assert moved is not None
         module._buffers[leaf] = table.to(moved.device)
+    moved_to = model.state_dict(keep_vars=True)
+    for name, tensor in wide.items():
+        moved_to[name].data = tensor.to(moved_to[name].device, torch.float32)
     return model
+
+
+def _kept_wide(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights and buffers that transformers loads in fp32 beside `dtype`, as they are."""
+    names: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        names.update(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not names:
+        return {}
+    wanted = re.compile("|".join(name.replace("*", ".*") for name in sorted(names)))
+    return {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if tensor.is_floating_point() and wanted.search(name)
+    }

@@ -21,6 +21,7 @@ from penalised import (
     turns_of,
 )
 from torch import nn
+from transformers import Trainer
 from two_processes import train as two_steps
 
 from stars_fast.integrations.transformers import JacobianPenalty
@@ -234,6 +235,28 @@ def test_under_autocast_the_penalty_is_nearly_that_of_fp32(trained):
         rows.append(logged(trainer)[0])
     assert rows[0]["penalty"] == pytest.approx(rows[1]["penalty"], rel=0.02)
     assert rows[0]["penalty"] != rows[1]["penalty"]
+
+
+class Referenced(Trainer):
+    """Runs the model again for a reference, as TRL's DPO does with adapters."""
+
+    def compute_loss(self, model, inputs, *args, **options):
+        found = super().compute_loss(model, inputs, *args, **options)
+        with torch.no_grad():
+            model(input_ids=inputs["input_ids"].flip(0), turns=1)
+        return found
+
+
+class ReferencedStars(JacobianPenalty, Referenced):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["ouro", "looped"])
+def test_a_run_without_a_gradient_is_not_penalised(trained, kind):
+    data, given = documents([7, 7]), {"penalty_weight": 0.5, "turns": 3}
+    _, (expected,) = trained(NETS[kind](), data, padded("right"), **given)
+    _, (found,) = trained(NETS[kind](), data, padded("right"), kind=ReferencedStars, **given)
+    assert_same(found, expected, 0.0)
 
 
 # -- models

@@ -32,7 +32,7 @@ from transformers import (
 
 from stars_fast.models.huginn import HuginnCache
 from stars_fast.models.looped_decoder import LoopedDecoderCache
-from stars_fast.models.ouro import OuroCache
+from stars_fast.models.ouro import OuroCache, count_turns
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 # A Llama has its norms and softmaxes in fp32 whatever its dtype: what differs by a last bit in
@@ -485,6 +485,10 @@ def takes_adapters(model):
     assert sum(grad is not None and grad.abs().max() > 0 for grad in grads) > len(grads) / 2
     adapted.eval()
     assert adapted.generate(input_ids=ids(), **GREEDY).shape == (1, 12)
+    if hasattr(model.config, "turns"):
+        with count_turns(adapted) as count:
+            adapted(input_ids=ids(), turns=2)
+        assert count.calls[0].unique().tolist() == [2]
 
 
 # -- training

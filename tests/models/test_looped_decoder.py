@@ -16,7 +16,9 @@ from decoder_models import DECODERS, LAYERS, MORE, WIDTH, decoder, left_padded, 
 from oracle import KeepDouble
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from stars_fast.data.tiny_tokenizer import train_tokenizer, write_tokenizer
 from stars_fast.models.cast import cast
+from stars_fast.models.export import export_run
 from stars_fast.models.families.looped_decoder import LoopedDecoderLoop
 from stars_fast.models.huginn.retrofit import retrofit
 from stars_fast.models.looped_block import looped_block
@@ -429,6 +431,41 @@ def test_a_folder_that_does_not_fit_is_refused(tmp_path):
     decoder("llama").save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match=r"is no looped model.*got 'llama'"):
         LoopedDecoderForCausalLM.from_pretrained(tmp_path / "llama")
+
+
+def test_sizes_that_are_set_are_the_decoder_s(tmp_path):
+    looped("llama", torch.float32).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, max_position_embeddings=1024)
+    assert model.config.decoder.max_position_embeddings == 1024
+    model.config.vocab_size = 400
+    assert model.config.decoder.vocab_size == model.config.vocab_size == 400
+
+
+def test_an_export_stops_where_a_message_ends(tmp_path):
+    """As the tokenizer marks it, besides where the decoder stopped."""
+    model = looped("llama", torch.float32)
+    model.generation_config.eos_token_id = 0
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", train_tokenizer(320), 512)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    export_run(tmp_path / "model", tmp_path / "out")
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert settings.eos_token_id == [0, end]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_leave_in_fp32_what_transformers_does(tmp_path, dtype):
+    """Routers of mixtures of experts; the values too, which a way through 16 bits would round."""
+    model = looped("deepseek_v3", torch.float32)
+    model.save_pretrained(tmp_path)
+    expected = LoopedDecoderForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    dtypes = {tensor.dtype for tensor in expected.values()}
+    assert dtypes == {dtype, torch.float32}
+    for found in (cast(model, dtype), load_model(find_model(str(tmp_path)), dtype)):
+        for name, tensor in found.state_dict().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
 
 @torch.no_grad()

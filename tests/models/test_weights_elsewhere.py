@@ -11,10 +11,13 @@ from torch import nn
 pytest.importorskip("transformers")
 
 import transformers
+from decoder_models import decoder
 from families_of_transformers import FAMILIES, greedy, ids, make
+from two_devices import FIRST, SECOND, TwoDevices, on, spread
 
 from stars_fast import fused_jsrr, fused_jvp
 from stars_fast.models.looped_block import looped_block
+from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
 from stars_fast.models.plain_linear import is_plain, is_plain_linear
 
 MODELS = ["llama", *FAMILIES]
@@ -239,3 +242,42 @@ def test_plain_modules_are_told_from_others():
     assert not is_plain(moved)
     assert not is_plain_linear(nn.RMSNorm(3))
     assert is_plain(nn.RMSNorm(3))
+
+
+ENDS = ("model.norm", "lm_head")
+SPREAD = {
+    "ouro": ("model.layers.1", *ENDS),
+    "huginn": ("transformer.core_block", "transformer.coda", "transformer.ln_f", "lm_head"),
+    "none": ("model.block", "model.coda", *ENDS),
+    "add": ("model.block", "model.coda", *ENDS),
+    "adapter": ("model.block", "model.adapter", "model.coda", *ENDS),
+}
+"""Families, and injections of a looped decoder; modules on the second device."""
+
+
+@pytest.mark.parametrize("name", SPREAD)
+@torch.no_grad()
+def test_over_two_devices_loss_and_rest_are_those_of_one(name):
+    """As `device_map="auto"` lays a model out: embedding and prelude on the first, logits on the
+    second."""
+    tokens = ids(2)
+    if name in FAMILIES:
+        model = make(name)
+    else:
+        model = LoopedDecoderForCausalLM.from_decoder(decoder("llama"), injection=name)
+    expected = model(tokens, labels=tokens, turns=3)
+    for tol in (0.7, 0.5, 0.3, 0.1):  # until some tokens rest before others
+        resting = {"turns": 6, "tol": tol, "tol_per": "token"}
+        rests = model(tokens, **resting)
+        if rests.turns.unique().numel() > 1:
+            break
+    spread(model, SPREAD[name])
+    with TwoDevices():
+        here = on(tokens, FIRST)
+        found = model(here, labels=here, turns=3)
+        assert found.logits.device == SECOND
+        rested = model(here, **resting)
+    torch.testing.assert_close(rested.logits, rests.logits, **CLOSE)
+    assert torch.equal(rested.turns, rests.turns)
+    assert rests.turns.unique().numel() > 1
+    torch.testing.assert_close(found.loss, expected.loss, **CLOSE)

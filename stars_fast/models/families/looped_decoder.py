@@ -23,7 +23,7 @@ from stars_fast.data.samples import seeded_noise
 from stars_fast.data.tiny_tokenizer import TINY_VOCABULARY, train_tokenizer, write_tokenizer
 from stars_fast.models.cast import cast
 from stars_fast.models.families import Family, checkpoint_config, require_sizes
-from stars_fast.models.folders import check_exists
+from stars_fast.models.folders import check_exists, has_tokenizer
 from stars_fast.models.injection import check_injection
 from stars_fast.models.loop import Loop, Start, Turn, head_loss, matrix_weights
 from stars_fast.models.reading import read_tokenizer, reading
@@ -277,11 +277,16 @@ class LoopedDecoderFamily(Family):
     ) -> None:
         from transformers import GenerationConfig
 
+        from stars_fast.data.chat import end_ids
         from stars_fast.models.ouro.generation import adopt_depth
+        from stars_fast.models.ouro.loading import stop_ids, unite_stops
 
         if (Path(beside) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(beside)
         adopt_depth(model, turns)
+        if has_tokenizer(beside):  # where training ends a message, other readers stop too
+            settings = model.generation_config
+            unite_stops(settings, [*stop_ids(settings), *end_ids(self.tokenizer(beside))])
         cast(model, dtype or model.config.dtype or torch.float32)
         model.save_pretrained(folder, max_shard_size=shard)
 

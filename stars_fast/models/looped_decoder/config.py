@@ -109,15 +109,27 @@ class LoopedDecoderConfig(PretrainedConfig):
         """The decoder's."""
         return self.decoder.vocab_size
 
+    @vocab_size.setter
+    def vocab_size(self, value: int) -> None:
+        self.decoder.vocab_size = value
+
     @property
     def hidden_size(self) -> int:
         """The decoder's."""
         return self.decoder.hidden_size
 
+    @hidden_size.setter
+    def hidden_size(self, value: int) -> None:
+        self.decoder.hidden_size = value
+
     @property
     def max_position_embeddings(self) -> int:
         """The decoder's."""
         return self.decoder.max_position_embeddings
+
+    @max_position_embeddings.setter
+    def max_position_embeddings(self, value: int) -> None:
+        self.decoder.max_position_embeddings = value
 
     @property
     def adapter_keeps_state(self) -> bool:

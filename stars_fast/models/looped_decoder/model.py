@@ -259,7 +259,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
                     f"inputs: expected the prelude's output [B, S, D] with injection "
                     f"{self.config.injection!r}, got None"
                 )
-            inputs = context.inputs
+            inputs = context.inputs.to(h.device)  # the block of a large model may be elsewhere
             h = h + inputs if self.adapter is None else self.adapter(h, inputs)
         slots = None
         if context.cache is not None:

@@ -29,8 +29,9 @@ def language_loss(
             f"labels: expected shape {list(outputs.last_hidden_state.shape[:2])}, "
             f"got {list(labels.shape)}"
         )
-    targets = next_tokens(labels, outputs.real, outputs.starts)
     h = outputs.last_hidden_state
+    # Of a model over several devices the state is on the last, tokens and labels on the first
+    targets = next_tokens(labels, outputs.real, outputs.starts).to(h.device)
     if not is_plain_linear(head) or head.bias is not None:
         return _by_calling(head, h, targets, count)
     return linear_cross_entropy(h, head.weight, targets, count=count).loss

@@ -52,7 +52,8 @@ def count_turns(model: nn.Module) -> Iterator[TurnCount]:
         count.calls.append(output.turns)
         count.real.append(output.real)
 
-    inner = [module for module in model.modules() if getattr(module, "takes_turns", None) is True]
+    # Of the class: PEFT's wrappers give the attributes of what they wrap as their own
+    inner = [each for each in model.modules() if getattr(type(each), "takes_turns", None) is True]
     if len(inner) != 1:
         raise TypeError(
             "model: expected a module that holds one Ouro, Huginn or looped decoder, got "
