@@ -21,9 +21,9 @@ def placed_noise(positions: Tensor, width: int) -> Tensor:
         positions: [B or 1, S] int64.
         width: D.
     """
-    blocks = int(positions.max()) // _ROWS + 1
-    table = torch.cat([_noise_block(i, width) for i in range(blocks)])
-    return table.to(positions.device)[positions]
+    blocks, places = torch.unique(positions // _ROWS, return_inverse=True)
+    table = torch.stack([_noise_block(i, width) for i in blocks.tolist()])
+    return table.to(positions.device)[places, positions % _ROWS]
 
 
 @lru_cache(maxsize=1024)

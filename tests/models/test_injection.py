@@ -10,6 +10,7 @@ from stars_fast.data.kinds.sums import Sums
 from stars_fast.evaluation.adaptive import evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.models.families.looped_lm import LoopedLoop
+from stars_fast.models.first_state import _noise_block, placed_noise
 from stars_fast.models.looped import LoopedLM
 from stars_fast.models.looped_config import LoopedConfig
 
@@ -150,3 +151,16 @@ def test_noise_of_training_is_the_samples_own():
     assert not torch.equal(loop.begin(host.tokens, host.samples, [5, 6, 8]).state[2], first[2])
     model.eval()
     assert torch.equal(*(loop.begin(host.tokens, host.samples).state for _ in range(2)))
+
+
+def test_noise_is_drawn_where_tokens_are():
+    """Not at all places before them: one block of the table, which is that of the whole."""
+    whole = placed_noise(torch.arange(200)[None], 8)
+    _noise_block.cache_clear()
+    assert torch.equal(
+        placed_noise(torch.tensor([[130, 131, 129], [0, 5, 70]]), 8)[1, 2], whole[0, 70]
+    )
+    assert torch.equal(placed_noise(torch.tensor([[150]]), 8)[0, 0], whole[0, 150])
+    assert _noise_block.cache_info().misses == 3
+    placed_noise(torch.tensor([[1_000_000]]), 8)
+    assert _noise_block.cache_info().misses == 4
