@@ -27,6 +27,9 @@ class Field(NamedTuple):
 
 REQUIRED = object()
 
+_YAML_WORDS = ((True, "on"), (False, "off"), (None, "none"))
+"""Values for which YAML 1.1 takes words that are choices: on and yes, off and no, null and ~."""
+
 
 def build(cls: type, mapping: Any, where: str = "") -> Any:
     """An instance of the dataclass `cls` from `mapping`, its sections built the same way.
@@ -143,14 +146,17 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         hint = next(option for option in typing.get_args(hint) if option is not type(None))
         return _convert(hint, value, path)
     if typing.get_origin(hint) is typing.Literal:
+        for read, word in _YAML_WORDS:
+            if value is read and word in typing.get_args(hint):
+                return word
         if value in typing.get_args(hint):
             return value
         raise ConfigError(f"{path}: expected one of {type_name(hint)}, got {value!r}")
     if typing.get_origin(hint) in (tuple, list):
-        if isinstance(value, str):
-            empty = value.strip().lower() == "none"
-            value = value.strip("[]() ").split(",")
-            value = [part for part in value if part.strip() and not empty]
+        if is_none(value.strip() if isinstance(value, str) else value):
+            value = []
+        elif isinstance(value, str):
+            value = [part for part in value.strip("[]() ").split(",") if part.strip()]
         if isinstance(value, list | tuple):
             item = typing.get_args(hint)[0]
             return typing.get_origin(hint)(_convert(item, part, path) for part in value)

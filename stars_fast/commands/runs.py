@@ -108,28 +108,33 @@ def read_run(folder: RunFolder, name: str) -> Run:
         ConfigError: its configuration or its results can't be read.
     """
     settings = tree.flat_mapping(folder.settings())
-    rows, results = metrics_of(folder), _results(folder)
-    state, checkpoint = "done", latest(folder.checkpoints)
-    if not folder.results.exists():
-        total, step = settings.get("train.steps"), rows[-1]["step"] if rows else 0
-        state = f"step {step:,}" + (f" of {total:,}" if isinstance(total, int) else "")
-        state += "" if checkpoint else ", nothing saved"
+    rows, (ended, results) = metrics_of(folder), _results(folder)
+    total, step = settings.get("train.steps"), rows[-1]["step"] if rows else 0
+    total = total if isinstance(total, int) else None
+    step = max(step, ended or 0)
+    if ended is not None and ended >= max(step, total or 0):
+        state = "done"
+    else:
+        state = f"step {step:,}" + (f" of {total:,}" if total is not None else "")
+        state += "" if latest(folder.checkpoints) else ", nothing saved"
+        state += "" if ended is None else f", results of step {ended:,}"
     loss = next((row["loss"] for row in reversed(rows) if row.get("loss") is not None), None)
     return Run(name, folder, settings, state, loss, results)
 
 
-def _results(folder: RunFolder) -> dict[str, dict[int, float]]:
-    """The results of a run; none before its end."""
+def _results(folder: RunFolder) -> tuple[int | None, dict[str, dict[int, float]]]:
+    """The step that a run ended with, and its results; None and none before its end. It may have
+    gone on since."""
     if not folder.results.exists():
-        return {}
+        return None, {}
     try:
         kept = parse_json(read_text(folder.results))
-        return {
+        return int(kept["step"]), {
             measure: {int(turns): float(value) for turns, value in by_turns.items()}
             for measure, by_turns in kept.items()
             if isinstance(by_turns, Mapping)
         }
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{folder.results} can't be read: {error}") from error
 
 

@@ -22,6 +22,8 @@ class Inner:
     on: bool = False
     turns: tuple[int, ...] = (1, 2)
     kind: Literal["slow", "fast"] = "slow"
+    switch: Literal["auto", "on", "off", "none"] = "auto"
+    switches: tuple[Literal["on", "off"], ...] = ()
 
     def __post_init__(self):
         if self.count < 0:
@@ -48,6 +50,15 @@ def test_values_are_read_as_yaml_gives_them():
     assert isinstance(built.rate, float)
 
 
+def test_words_that_yaml_reads_as_other_values_are_the_words():
+    """YAML 1.1 reads on, off, yes and no as booleans, and null is none."""
+    built = tree.build(Inner, {"switch": False, "switches": [True, False], "turns": None})
+    assert built == Inner(turns=(), switch="off", switches=("on", "off"))
+    for read, word in ((True, "on"), (None, "none"), ("off", "off")):
+        assert tree.build(Inner, {"switch": read}).switch == word
+    assert tree.build(Inner, {"turns": " null "}).turns == ()
+
+
 def test_round_trip():
     outer = Outer("a", Inner(limit=0.25, turns=()))
     assert tree.build(Outer, tree.to_dict(outer)) == outer
@@ -66,6 +77,8 @@ def test_round_trip():
             {"name": "a", "inner": {"kind": "new"}},
             r"inner\.kind: expected one of slow\|fast, got",
         ),
+        ({"name": "a", "inner": {"kind": False}}, r"expected one of slow\|fast, got False"),
+        ({"name": "a", "inner": {"switch": 1}}, r"expected one of auto\|on\|off\|none, got 1"),
         ({"name": "a", "inner": {"count": -1}}, r"inner: count: expected at least 0, got -1"),
         ({"name": "a", "inner": 3}, r"inner: expected a mapping, got 3"),
         ({}, r"name is missing"),

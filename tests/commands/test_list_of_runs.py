@@ -25,9 +25,9 @@ def runs(tmp_path, monkeypatch):
         rows = [{"step": step, "loss": 3.0 / step, "lr": 1e-3, "lambda": step > 1, "depth": 4.0}
                 for step in (1, 2, 3)]  # fmt: skip
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    strong = {"step": 3, "accuracy": {"1": 0.1, "4": 1.0, "8": 0.9, "100": 0.25}}
+    strong = {"step": 3200, "accuracy": {"1": 0.1, "4": 1.0, "8": 0.9, "100": 0.25}}
     (tmp_path / "runs/strong/results.json").write_text(json.dumps(strong))
-    chats = {"step": 3, "validation_loss": {"4": 0.75}}
+    chats = {"step": load_config("ouro-tiny").train.steps, "validation_loss": {"4": 0.75}}
     (tmp_path / "runs/study/chats/results.json").write_text(json.dumps(chats))
     return tmp_path / "runs"
 
@@ -38,6 +38,22 @@ def test_the_table_shows_what_differs(runs, capsys):
     assert head == "run state weight loss accuracy at 4 accuracy at 8 accuracy at 100".split()
     assert rows[0] == ["strong", "done", "0.5", "1", "100.0%", "90.0%", "25.0%"]
     assert rows[1] == "weak step 3 of 3,200, nothing saved 0.05 1".split()
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_done(runs, capsys):
+    strong = runs / "strong"
+    settings = (strong / "config.yaml").read_text()
+    for steps, state in (("4000", "step 3,200 of 4,000"), ("null", "done"), ("3200", "done")):
+        text = settings.replace("steps: 3200\n", f"steps: {steps}\n", 1)
+        (strong / "config.yaml").write_text(text)
+        assert main(["runs", "runs/strong"]) == 0
+        assert state in capsys.readouterr().out
+    with (strong / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3300, "loss": 0.1}\n')
+    assert main(["runs", "runs/strong"]) == 0
+    said = capsys.readouterr().out
+    assert "step 3,300 of 3,200, nothing saved, results of step 3,200" in said
+    assert "25.0%" in said
 
 
 def test_runs_are_found_in_folders(runs, capsys):

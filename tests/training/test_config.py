@@ -68,6 +68,16 @@ def test_a_base_is_inherited_and_named_beside_the_file(recipe, tmp_path, monkeyp
     assert config.name == "child"
 
 
+@pytest.mark.parametrize("word", ["off", "on", "auto"])
+def test_a_recipe_may_say_on_off_and_null(recipe, tmp_path, word):
+    text = recipe.read_text() + f"train: {{graphs: {word}, report_to: null}}\n"
+    recipe.write_text(text + "eval: {turns: null}\n")
+    config = load_config(str(recipe))
+    assert (config.train.graphs, config.train.report_to, config.eval.turns) == (word, (), ())
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(str(tmp_path / "config.yaml")) == config
+
+
 def test_a_circle_of_bases_is_an_error(tmp_path):
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")

@@ -89,7 +89,7 @@ def held(shape: Shape, config: Any, gpus: int) -> int:
     # LoRA's base is in the dtype that it computes in; frozen parts are kept as the others are
     frozen = parameters * low if trained.rank else (parameters - moved) * full
     share = {"fsdp": gpus, "hsdp": parallel.shard or min(gpus, MACHINE)}.get(parallel.kind, 1)
-    total = (4 * full * moved + frozen) / share
+    total = ((2 * full + 2 * average_bytes(config)) * moved + frozen) / share
     total += 2 * shape.block_weights if has_copies(config) else 0
     if parallel.sharded:
         unit = max(shape.layer_weights, parameters - shape.block_weights)
@@ -98,6 +98,12 @@ def held(shape: Shape, config: Any, gpus: int) -> int:
         total += 4 * moved if config.train.accumulation > 1 else 0
         biggest = biggest // share
     return round(total + biggest)
+
+
+def average_bytes(config: Any) -> int:
+    """Bytes of a number in AdamW's averages: weights' own, or fp32 where steps are rounded at
+    random."""
+    return 2 if config.precision == "bfloat16" and not config.optim.stochastic_rounding else 4
 
 
 def budget(shape: Shape, config: Any, gpus: int, card: Card) -> int:

@@ -21,9 +21,6 @@ from stars_fast.training.step.cost import turns_in_graph
 from stars_fast.training.step.methods import penalty_of
 from stars_fast.training.step.turns import Recompute
 
-ADAMW = 28
-"""Bytes of fp32 that AdamW reads and writes a parameter: weight, gradient, two averages."""
-
 
 @dataclass(frozen=True)
 class Way:
@@ -181,12 +178,14 @@ def _weights(run: Run, turns: float) -> Seconds:
 
 
 def _update(run: Run) -> Seconds:
-    """Norm of the gradients and AdamW."""
+    """Norm of the gradients, clipping and AdamW: numbers that they read and write a parameter."""
     config, shape = run.config, run.shape
     number = float(trained_of(config).parameters(shape))
     if config.parallel.sharded:
         number /= run.gpus.number
-    size = (ADAMW + 12) * (0.5 if config.precision == "bfloat16" else 1)
+    # Gradients four times and weights twice, in their dtype; two averages twice, in theirs
+    full = 2 if config.precision == "bfloat16" else 4
+    size = 6 * full + 4 * memory.average_bytes(config)
     return Seconds(traffic=run.machine.moved(size * number))
 
 

@@ -11,12 +11,15 @@ from stars_fast.models.families.ouro import FAMILY, OuroLoop
 from stars_fast.models.ouro import layers
 from stars_fast.training.config import load_config
 from stars_fast.training.plan import memory
-from stars_fast.training.plan.cards import cards
+from stars_fast.training.plan.cards import cards, parse_gpus
+from stars_fast.training.plan.passes import Machine
+from stars_fast.training.plan.plan import plan
+from stars_fast.training.plan.rates import rates
 from stars_fast.training.scale import budget
 from stars_fast.training.scale.budget import activation_budget
 from stars_fast.training.scale.fit_memory import measure
-from stars_fast.training.step.optim import make_optimizer
-from stars_fast.training.step.precision import autocast, low_layers
+from stars_fast.training.step.optim import make_optimizer, step_if
+from stars_fast.training.step.precision import autocast, low_layers, parameter_dtype
 
 CPU = torch.device("cpu")
 
@@ -113,6 +116,51 @@ def test_the_budget_is_the_one_that_a_run_finds(loop, precision, monkeypatch):
     found = activation_budget(config.memory, model, make_optimizer(config.optim, model))
     assert memory.budget(shape, config, 1, small) == pytest.approx(found, rel=0.02)
     assert found < 0.85 * 10 * 2**20
+
+
+ROUNDING = [(p, False) for p in ("mixed", "float32", "bfloat16")] + [("bfloat16", True)]
+
+
+@pytest.mark.parametrize(("precision", "rounding"), ROUNDING)
+def test_averages_are_those_of_the_optimiser(precision, rounding):
+    if rounding:
+        pytest.importorskip("torchao.optim")
+    words = ["--precision", precision, "--stochastic_rounding", str(rounding).lower()]
+    config = load_config("addition-quick", words)
+    family = family_named(config.model.family)
+    model, _ = family.start(config.model, parameter_dtype(precision), 0)
+    optimizer = make_optimizer(config.optim, model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    if not optimizer.state:  # torchao's has its averages from the start, and compiles its step
+        step_if(optimizer, torch.tensor(True), 0.0)
+    params = list(model.parameters())
+    averages = [
+        each
+        for p in params
+        for name, each in optimizer.state[p].items()
+        if name in ("exp_avg", "exp_avg_sq")
+    ]
+    assert len(averages) == 2 * len(params)
+    found = sum(each.nbytes for each in averages)
+    assert found == 2 * memory.average_bytes(config) * sum(p.numel() for p in params)
+    # Beside them weights, gradients, bf16 copies, and one gradient more
+    shape = family.shape(config.model)
+    copies = 2 * shape.block_weights if memory.has_copies(config) else 0
+    there = found + sum(2 * p.nbytes for p in params) + copies
+    there += params[0].itemsize * shape.head_weights
+    assert memory.held(shape, config, 1) == pytest.approx(there, rel=0.05)  # norms, positions
+
+
+def test_averages_in_fp32_are_more_to_read_and_write():
+    def traffic(*words):
+        config = load_config("ouro-numina", ["--precision", "bfloat16", *words])
+        return plan(config, parse_gpus("1xH200")).ours.parts["traffic"]
+
+    number = FAMILY.shape(load_config("ouro-numina").model).parameters
+    more = Machine(cards()["H200"], rates()).moved(8 * number)
+    rounding = traffic("--stochastic_rounding", "true")
+    assert rounding - traffic() == pytest.approx(more)
 
 
 def test_fsdp_and_adapters_hold_less():
