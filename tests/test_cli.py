@@ -177,6 +177,7 @@ def test_bash_completes_commands_recipes_fields_and_paths(here, capsys):
     ]
     weights = completed("stars-fast", "train", "x", "--penalty.wei")
     assert weights == ["--penalty.weight", "--penalty.weighting"]
+    assert completed("stars-fast", "train", "x", "--resume", "a") == ["auto"]
     assert completed("stars-fast", "eval", "tin") == ["tiny.yaml"]
     assert "--jacobian-at" in completed("stars-fast", "analyze", "x", "--")
 

@@ -28,8 +28,9 @@ def options() -> dict[str, Parser]:
     for name in ("--table", "--json"):
         plan.add_argument(name, action="store_true")
     train = _fields("stars-fast train")
+    train.add_argument("--resume", nargs="?", choices=("auto",))
     for name in FLAGS:
-        if name != "help":  # which a parser has
+        if name not in ("resume", "help"):  # which a parser has
             train.add_argument("--" + name.replace("_", "-"), action="store_true")
     found = {"train": train, "plan": plan}
     for module in (eval, analyze, recipes, runs):

@@ -13,15 +13,20 @@ from typing import Any
 from stars_fast.base import tree
 from stars_fast.base.errors import ConfigError
 
-USAGE = "usage: stars-fast train RECIPE [--resume] [--dry-run] [--field value ...]"
+USAGE = "usage: stars-fast train RECIPE [--resume [auto]] [--dry-run] [--field value ...]"
 
-_FLAGS = ("--resume", "--dry-run")
+_AUTO = "--resume=auto"
+_FLAGS = ("--resume", _AUTO, "--dry-run")
+_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 _WORDS = """\
 
 RECIPE      a recipe of the package (stars-fast recipes), a YAML file, or a run folder
 --resume    continue the run in its folder from its newest checkpoint, bit for bit
             (on a GPU with --train.deterministic true)
+--resume auto
+            the same if there is a run in the folder, else start one: for jobs that are
+            started again; in one that torchrun or Slurm has restarted it is the default
 --dry-run   say what the run would be, take and write; nothing is made or loaded
 --help      after a recipe: with its values
 --help-all  every field"""
@@ -51,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: the recipe, a field or the folder can't be used.
     """
-    words = [_plain_flag(word) for word in words]
+    words = _plain_flags(words)
     if {"-h", "--help", "--help-all"} & set(words):
         print(_help(words))
         return 0
@@ -61,13 +66,17 @@ def main(words: Sequence[str]) -> int:
     from stars_fast.training.config import load_config
     from stars_fast.training.unread import without_effect
 
-    recipe, resume = overrides.pop(0), "--resume" in words
-    if resume and Path(recipe).parts[:-1] and not Path(recipe).exists():  # no recipe's name
+    recipe, must_resume = overrides.pop(0), "--resume" in words
+    if must_resume and Path(recipe).parts[:-1] and not Path(recipe).exists():  # no recipe's name
         _check_resume(recipe)
     config = load_config(recipe, overrides)
-    if resume:
+    if must_resume:
         _check_resume(config.out)
+    restart = None if must_resume or _AUTO in words else _restart()
+    resume = must_resume or _AUTO in words or restart is not None
     if os.environ.get("RANK", "0") == "0":
+        if restart is not None:
+            print(f"stars-fast: {restart}: as with --resume auto", file=sys.stderr)
         for line in without_effect(recipe, overrides, config):
             print(f"stars-fast: warning: {line}", file=sys.stderr)
     if "--dry-run" in words:
@@ -78,21 +87,46 @@ def main(words: Sequence[str]) -> int:
     return _run(config, resume)
 
 
-def _plain_flag(word: str) -> str:
-    """A flag in its one spelling, `--dry_run` as `--dry-run`; other words as they are.
+def _plain_flags(words: Sequence[str]) -> list[str]:
+    """Each flag as one word in its one spelling, `--dry_run` as `--dry-run` and `--resume auto` as
+    `--resume=auto`; other words as they are.
 
     Raises:
         ConfigError: a flag with a value.
     """
+    found = [_plain_flag(word) for word in words]
+    if "--resume" in found:
+        at = found.index("--resume")
+        rest = [word for word in found[:at] + found[at + 2 :] if word not in _FLAGS]
+        # Without a recipe elsewhere it is a folder of that name
+        if found[at + 1 : at + 2] == ["auto"] and rest and not rest[0].startswith("-"):
+            found[at : at + 2] = [_AUTO]
+    return found
+
+
+def _plain_flag(word: str) -> str:
     from stars_fast.training.config import FLAGS
 
     name, has_value, value = word.partition("=")
     flag = name.replace("_", "-")
     if flag not in {"--" + each.replace("_", "-") for each in FLAGS}:
         return word
+    if flag == "--resume" and has_value:
+        if value != "auto":
+            raise ConfigError(f"--resume: expected auto or no value, got {value!r}")
+        return _AUTO
     if has_value:
         raise ConfigError(f"{flag}: expected no value, got {value!r}; leave the flag out for no")
     return flag
+
+
+def _restart() -> str | None:
+    """The variable by which torchrun or Slurm says that it has started this command before."""
+    for name in _RESTARTS:
+        count = os.environ.get(name, "")
+        if count.isdecimal() and int(count) > 0:
+            return f"{name}={count}"
+    return None
 
 
 def _run(config: Any, resume: bool) -> int:

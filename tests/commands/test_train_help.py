@@ -17,6 +17,7 @@ def test_the_short_help_has_twelve_fields(capsys):
     assert len(re.findall(r"(?m)^  --[\w.]+ ", text)) == 12
     assert "--penalty.weight float" in text
     assert "--help-all" in text
+    assert "--resume auto" in text
 
 
 @pytest.mark.parametrize("recipe", ["addition-quick-sft", "ouro-tiny", "ouro-numina-fast"])

@@ -33,6 +33,8 @@ MAY_CHANGE = {
     "train.log_every",
     "train.save_every",
     "train.keep",
+    "train.micro_batch_size",
+    "train.accumulation",
     "train.max_nonfinite",
     "train.reference_turns",
     "train.device",
@@ -40,6 +42,11 @@ MAY_CHANGE = {
     "train.epochs",
     "train.report_to",
     "train.project",
+    "data.source",
+    "data.subset",
+    "data.split",
+    "data.train_file",
+    "data.test_file",
     "data.cache",
     "data.workers",
     "parallel.kind",
@@ -49,9 +56,8 @@ MAY_CHANGE = {
     "memory.recompute",
     "memory.budget",
 }
-
 """Fields that a resumed run may set anew, beside those of eval; any other would make it another
-run."""
+run. The data are held against those of the checkpoint, wherever they lie."""
 
 
 def nothing_to_resume(run: RunFolder) -> str | None:

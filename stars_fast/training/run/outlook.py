@@ -18,7 +18,7 @@ from stars_fast.training.plan.cards import Gpus, card_of_device
 from stars_fast.training.plan.plan import plan
 from stars_fast.training.plan.rows import DOCUMENT, rows_of
 from stars_fast.training.plan.trained import trained_of
-from stars_fast.training.run.folder import reason_to_refuse
+from stars_fast.training.run.folder import nothing_to_resume, reason_to_refuse
 from stars_fast.training.run.progress import depth_words, duration, penalty_words, size_words
 from stars_fast.training.scale.memory import gib
 from stars_fast.training.step.cost import relative_cost
@@ -43,9 +43,10 @@ def outlook(config: RunConfig, resume: bool = False) -> str:
         train = train.over(int(rows.units))
     config = replace(config, train=train)
     steps = f"those of {train.epochs:g} epochs" if train.steps is None else f"{train.steps:,}"
+    continues = resume and nothing_to_resume(folder) is None
     lines = [
         f"{config.name}: {config.method}, {family.describe(config.model)} on {kind.name}",
-        f"folder   {folder.path}: {'continues' if resume else 'new'}",
+        f"folder   {folder.path}: {'continues' if continues else 'new'}",
         f"steps    {steps} of {train.batch_size:,} {'packed rows' if rows.packed else 'samples'}, "
         f"{depth_words(config)}, {config.precision}",
         f"penalty  {penalty_words(config) or 'none'}",

@@ -68,7 +68,8 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
     With `resume` the run in the folder continues from its newest checkpoint, bit for bit on the CPU
-    and with `train.deterministic` on a GPU; a folder that is not there yet begins.
+    and with `train.deterministic` on a GPU; a folder that is not there yet begins. Of several
+    processes it is enough that one has it: torchrun counts restarts on each machine apart.
 
     Raises:
         ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
@@ -78,6 +79,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         weights = _block_weights(config) if world.device.type == "cpu" else None
         notes = settle_threads(config.train.threads, weights, world.device)
         folder = RunFolder(str(config.out))
+        resume = world.largest(int(resume)) > 0
         world.together(lambda: check(config, world, folder, resume))
         with owned(folder, config, world, resume) as claim:
             task = Task(config, world)
@@ -209,7 +211,10 @@ class Trainer:
         self.collapse = CollapseMonitor(task.guessing)
         self.step = 0
         self.processes = world.size
+        self.accumulation = train.accumulation
         self.fingerprint = task.data.source.fingerprint()
+        held_out = task.data.held_out
+        self.held_out = None if held_out is None else held_out.fingerprint()
         if world.largest(self.fingerprint) != -world.largest(-self.fingerprint):
             raise ConfigError(
                 "the training data differ between processes: their machines have other files or "
@@ -382,7 +387,9 @@ class Trainer:
             "meter": self.meter.state(),
             "collapse": self.collapse.state(),
             "processes": self.world.size,
+            "accumulation": self.config.train.accumulation,
             "data": self.fingerprint,
+            "held_out": self.held_out,
             "base": self.task.base,
         }
         before = (lambda: None) if self.log is None else self.log.sync
@@ -401,6 +408,11 @@ class Trainer:
                 f"the training data are not those that {checkpoint} was trained on; give the run "
                 "its data back, or start another one from an exported model"
             )
+        if state.get("held_out", self.held_out) != self.held_out:
+            raise ConfigError(
+                f"the held-out data are not those that the run of {checkpoint} was judged on; give "
+                "it its data back"
+            )
         if state.get("base") != self.task.base:
             raise ConfigError(
                 f"the weights that the adapters of {checkpoint} were trained on are not those of "
@@ -410,6 +422,7 @@ class Trainer:
         self.collapse.load(state["collapse"])
         self.step = state["step"]
         self.processes = state["processes"]
+        self.accumulation = state.get("accumulation", self.accumulation)
 
     def _greet(self) -> None:
         """Say what runs."""
@@ -465,7 +478,13 @@ class Trainer:
             notes.append(
                 f"the checkpoint is of {self.processes} processes and {self.world.size} go on: the "
                 "same samples in the same order, but not bit for bit"
-                + ("" if config.train.micro_batch_size is None else ", nor at the same depths")
+            )
+        if self.accumulation != config.train.accumulation:
+            notes.append(
+                f"the checkpoint is of {self.accumulation} micro-batch"
+                f"{'es' * (self.accumulation > 1)} a step on each process and "
+                f"{config.train.accumulation} go on: the same samples in the same order, but other "
+                "draws of depths, of the penalty's samples and of dropout"
             )
         notes += self.task.warnings()
         notes += self.penalty.warnings(self.size.micro_samples)

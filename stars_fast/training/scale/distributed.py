@@ -111,8 +111,16 @@ def join(kind: str, alone: bool = False) -> None:
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
+        return
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ.get("LOCAL_WORLD_SIZE") != os.environ["WORLD_SIZE"]:
         dist.init_process_group(backend)
+        return
+    # torchrun's store still has the addresses of the processes before. Machines count their
+    # restarts apart, so that a part of the store by their number is of one machine alone
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"restart {restarts}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 @contextmanager

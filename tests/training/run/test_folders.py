@@ -1,6 +1,9 @@
 """A run folder is what the command line names, wherever it lies; what can't go on says so."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from stars_fast.training.config import load_config, save_config
 from stars_fast.training.run.changed import changed_settings
 from stars_fast.training.run.metrics import read_metrics
 
+SCRIPT = str(Path(__file__).parents[1] / "scripts" / "restarted.py")
 SMALL = """
     --d_model 16 --n_heads 2 --d_ff 16 --digits 1 --train_samples 30 --test_samples 9 --steps 2
     --batch_size 8 --warmup_steps 0 --decay_steps 0 --start_step 1 --eval.turns 1 --log_every 1
@@ -39,6 +43,53 @@ def test_resume_goes_on_in_the_folder_it_is_given(run, monkeypatch):
     assert main(["train", "tiny", "--resume", "--steps", "4"]) == 0
     assert steps(run) == [1, 2, 3, 4]
     assert not (run.parent / "runs").exists()
+
+
+def test_one_command_starts_and_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    place = [*SMALL, "--out", "auto"]
+    assert main(["train", "addition-quick-stars", *place, "--dry-run", "--resume=auto"]) == 0
+    assert "folder   auto: new" in capsys.readouterr().out
+    assert main(["train", "--resume", "auto", "addition-quick-stars", *place]) == 0
+    assert "; starts\n" in capsys.readouterr().err
+    assert main(["train", "addition-quick-stars", *place, "--dry-run", "--resume", "auto"]) == 0
+    assert "folder   auto: continues" in capsys.readouterr().out
+    assert main(["train", "addition-quick-stars", *place, "--resume", "auto"]) == 0
+    assert "continues after step 2" in capsys.readouterr().err
+    assert main(["train", "addition-quick-stars", "--seed", "1", *place, "--resume", "auto"]) == 2
+    assert "as another run: seed was 0 and is 1" in capsys.readouterr().err
+    # A folder of that name
+    assert main(["train", "--resume", "auto", "--steps", "3"]) == 0
+    assert steps(tmp_path / "auto") == [1, 2, 3]
+    assert main(["train", "auto", "--resume=always"]) == 2
+    assert "--resume: expected auto or no value, got 'always'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+def test_what_is_started_again_goes_on(run, monkeypatch, capsys, name):
+    start = ["train", "addition-quick-stars", *SMALL]
+    monkeypatch.setenv(name, "0")
+    assert main([*start, "--out", str(run)]) == 2
+    assert "exists; continue that run with --resume" in capsys.readouterr().err
+    monkeypatch.setenv(name, "2")
+    assert main([*start, "--out", str(run)]) == 0
+    told = capsys.readouterr().err
+    assert told.startswith(f"stars-fast: {name}=2: as with --resume auto\n")
+    assert "continues after step 2" in told
+    assert main([*start, "--out", "new", "--resume"]) == 2  # what it says holds
+    assert "--resume: new does not exist" in capsys.readouterr().err
+    assert main([*start, "--out", "new"]) == 0
+
+
+@pytest.mark.slow
+def test_processes_that_torchrun_starts_again_go_on(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"]
+    train = ["train", "addition-quick-stars", *SMALL, "--save_every=1", f"--out={tmp_path / 'run'}"]
+    words = [*torchrun, "--nproc-per-node=2", SCRIPT, *train]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert steps(tmp_path / "run") == [1, 2]
+    assert len((tmp_path / "run/environment.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_resumed_run_says_what_has_changed(run, capsys):

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from ouro_runs import ouro_run
 
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.run_folder import RunFolder
+from stars_fast.base.seeds import derive
 from stars_fast.data.tiny_chat import write_tiny_chats
 from stars_fast.evaluation import benchmarks
 from stars_fast.training.config import LoopConfig, load_config
@@ -38,6 +40,24 @@ def test_a_run_does_not_go_on_with_other_data(run, tmp_path):
         train(longer, resume=True)
     write_tiny_chats(source, 60, 0)
     assert train(longer, resume=True).step == 4
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_data_lie_now(run, tmp_path):
+    source, validation = tmp_path / "chats.jsonl", {"validation": 5, "samples": None}
+    write_tiny_chats(source, 60, 0)
+    short = {"steps": 2, "save_every": 2}
+    train(run(data=validation | {"source": str(source)}, train=short))
+    moved = source.rename(tmp_path / "elsewhere.jsonl")
+    config = run(data=validation | {"source": str(moved)}, train={**short, "steps": 4})
+    assert train(config, resume=True).step == 4
+    rows = moved.read_text().splitlines(keepends=True)
+    drawn = np.random.default_rng(derive(config.seed, "data") % 2**32).permutation(len(rows))
+    for row, name in ((drawn[0], "held-out"), (drawn[-1], "training")):
+        others = [*rows[:row], rows[row].replace("What is", "What was"), *rows[row + 1 :]]
+        moved.write_text("".join(others))
+        with pytest.raises(ConfigError, match=rf"the {name} data are not those"):
+            train(config, resume=True)
 
 
 @pytest.mark.parametrize(

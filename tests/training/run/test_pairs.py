@@ -87,6 +87,19 @@ def test_a_pair_trains_resumes_and_is_judged(run_of, pair):
     assert json.loads((again / "results.json").read_text())[metric] == judged
 
 
+def test_text_goes_on_where_it_lies_now_and_is_the_same(run_of, tmp_path):
+    config = run_of("ouro-text", train={"steps": 2})
+    train(config)
+    moved = (tmp_path / "text.txt").rename(tmp_path / "moved.txt")
+    words = ["--steps", "3", "--data.source", str(moved)]
+    assert train(load_config(config.out, words), resume=True).step == 3
+    text = moved.read_text()
+    for changed, name in ((f"Now {text}", "training"), (f"{text[:-2]}!", "held-out")):
+        moved.write_text(changed)
+        with pytest.raises(ConfigError, match=rf"the {name} data are not those"):
+            train(load_config(config.out), resume=True)
+
+
 def test_ouro_on_sums_is_evaluated_analysed_and_exported(run_of, tmp_path, capsys):
     folder = train(run_of("ouro-sums", train={"steps": 2})).folder
     judged = json.loads((folder / "results.json").read_text())["accuracy"]

@@ -3,11 +3,13 @@
 import json
 import signal
 
+import numpy as np
 import pytest
 import torch
 
 from stars_fast.base.checkpoints import checkpoints, latest, saved_tensors
 from stars_fast.base.errors import ConfigError
+from stars_fast.data.addition import write_jsonl
 from stars_fast.data.kinds.sums import Sums
 from stars_fast.models.families import looped_lm
 from stars_fast.models.families.looped_lm import FAMILY, LoopedLoop
@@ -185,6 +187,42 @@ def test_a_run_can_be_made_longer(tiny):
     train(tiny())
     folder = train(tiny(train={"steps": 9}), resume=True).folder
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 10))
+
+
+def test_files_of_sums_may_move_and_must_stay_the_same(tiny, tmp_path):
+    pairs = 1 + np.stack(np.divmod(np.arange(60), 9), 1)
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    write_jsonl(before / "train", pairs[:40])
+    write_jsonl(before / "test", pairs[40:])
+
+    def config(folder):
+        return tiny(data={f"{name}_file": str(folder / name) for name in ("train", "test")})
+
+    train(config(before))
+    before.rename(after)
+    assert train(config(after), resume=True).step == 6
+    for name, rows, message in (
+        ("test", pairs[41:], "held-out"),
+        ("train", pairs[:39], "training"),
+    ):
+        write_jsonl(after / name, rows)
+        with pytest.raises(ConfigError, match=f"the {message} data are not those"):
+            train(config(after), resume=True)
+
+
+def test_micro_batches_may_be_smaller_from_here_on(tiny, capsys):
+    train(tiny(train={"steps": 2}))
+    capsys.readouterr()
+    outcome = train(tiny(train={"steps": 4, "micro_batch_size": 4}), resume=True)
+    said = capsys.readouterr().err
+    assert "train.micro_batch_size was None and is 4" in said
+    assert "is of 1 micro-batch a step on each process and 4 go on" in said
+    rows = read_metrics(outcome.folder / "metrics.jsonl")
+    straight = read_metrics(train(tiny(out=f"{outcome.folder}-2")).folder / "metrics.jsonl")
+    assert [row["tokens"] for row in rows] == [row["tokens"] for row in straight[:4]]
+    train(tiny(train={"steps": 5, "accumulation": 4}), resume=True)
+    assert "a step on each process" not in capsys.readouterr().err
 
 
 def test_lines_are_means_over_their_interval(tiny, tmp_path):
