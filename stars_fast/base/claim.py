@@ -83,6 +83,11 @@ class Claim:
         self._thread = threading.Thread(target=self._beat, name="claim", daemon=True)
         self._thread.start()
 
+    @property
+    def token(self) -> str:
+        """Unlike that of any other claim."""
+        return self._owner.token
+
     def check(self) -> bool:
         """Whether the folder is still this process's, as its claims say now."""
         with suppress(OSError):  # a file system that does not answer now may do so later
@@ -139,6 +144,21 @@ class Claim:
             with suppress(OSError):
                 if _read(self._path) == self._owner:
                     os.utime(self._path)
+
+
+def sees_claim(folder: Path, token: str) -> bool:
+    """Whether this process sees the claim of that token on `folder`, which has just been made; as
+    another machine may see it late, for which it has `LAPSE` and a little more."""
+    end = time.monotonic() + LAPSE + BEAT
+    while True:
+        with suppress(OSError):
+            _, path = newest_claim(folder / FOLDER)
+            owner = None if path is None else _read(path)
+            if owner is not None and owner.token == token:
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL)
 
 
 def _broken_link(path: Path) -> str | None:

@@ -4,7 +4,9 @@
 """
 
 import io
+import os
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -43,13 +45,17 @@ from stars_fast.base.checksums import checksum, write_checksums
 from stars_fast.base.claim import Claim
 from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import cant_write, os_error, sync
-from stars_fast.training.scale.distributed import World
+from stars_fast.training.scale.distributed import World, settle
 
 T = TypeVar("T")
 
 _OPTIMIZER = "optimizer."
 _HOW = {"params", "fused", "foreach", "capturable", "differentiable"}
 """Entries of a param group that are not restored: what it is over, and how a step is computed."""
+_LONG = 20.0
+"""Seconds from which a save may not fit between torchrun's SIGTERM and its SIGKILL."""
+_SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Torchrun's variable for the seconds between the two."""
 
 
 class SaveError(RuntimeError):
@@ -109,6 +115,8 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self._told: set[str] = set()
+        """Names of what is told once alone."""
 
     def save(
         self,
@@ -157,6 +165,13 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def close(self) -> None:
+        """Wait for the last save, failed or not, and end the thread and its group."""
+        self._thread.shutdown()
+        if self._group is not None:
+            settle()
+            dist.destroy_process_group(self._group)
 
     def whole(self) -> Path | None:
         """The newest checkpoint whose files are as they were written, None if there is none at all.
@@ -225,9 +240,10 @@ class Checkpoints:
     ) -> None:
         """In the thread: one checkpoint from beginning to end, together with other processes."""
         path, temporary = self.folder / f"step-{step:06d}", self.folder / f"writing-{step:06d}"
+        start = time.monotonic()
         try:
             self._first(before)
-            if self._first(lambda: self._begin(step, path)):
+            if self._first(lambda: self._begin(step, path, temporary)):
                 return
             hush_one_process()
             writer = _Writer(temporary)
@@ -241,6 +257,7 @@ class Checkpoints:
                 lambda: {each: checksum(temporary / each) for each in writer.written}
             )
             self._first(lambda: self._finish(temporary, path, rest, sums))
+            self._first(lambda: self._warn_of_torchrun(path, time.monotonic() - start))
         except (Exception, dcp.CheckpointException) as error:
             raise self._failed(step, temporary, error) from error
 
@@ -254,16 +271,18 @@ class Checkpoints:
             self._say(f"warning: {what}")
         return SaveError(what)
 
-    def _begin(self, step: int, path: Path) -> bool:
+    def _begin(self, step: int, path: Path, temporary: Path) -> bool:
         """Make room for a checkpoint; True if it is there already."""
         self._check_claim()
         if step in checkpoints(self.folder):
             return True
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in (*self.folder.glob("writing-*"), *self.folder.glob("removing-*")):
-            shutil.rmtree(left)
-        if path.exists():  # what is left of one that was damaged
-            shutil.rmtree(path)
+            if left != temporary:
+                self._remove(left, left)
+        for mine in (temporary, path):  # of `path` what is left of one that was damaged
+            if mine.exists():
+                shutil.rmtree(mine)
         return False
 
     def _finish(
@@ -273,20 +292,42 @@ class Checkpoints:
         (temporary / STATE).write_bytes(rest.getbuffer())
         sync(temporary / STATE)
         small = {name: checksum(temporary / name) for name in (METADATA, STATE)}
-        write_checksums(
-            temporary, {name: value for each in (*sums, small) for name, value in each.items()}
-        )
+        every = {name: value for each in (*sums, small) for name, value in each.items()}
+        if lost := [name for name in sorted(every) if not (temporary / name).is_file()]:
+            raise RuntimeError(
+                f"{lost[0]}, which another process wrote, is not there: all machines must see one "
+                "file system"
+            )
+        write_checksums(temporary, every)
         sync(temporary)
         self._check_claim()
         temporary.rename(path)
         sync(self.folder)
         for number, old in sorted(checkpoints(self.folder).items())[: -self._keep or 0]:
-            removing = self.folder / f"removing-{number:06d}"
-            try:
-                old.rename(removing)
-                shutil.rmtree(removing)
-            except OSError as error:  # the new one is whole all the same
-                self._say(f"warning: {old} could not be removed: {error.strerror}")
+            self._remove(old, self.folder / f"removing-{number:06d}")
+
+    def _remove(self, old: Path, removing: Path) -> None:
+        """Remove a folder, which is called `removing` meanwhile."""
+        try:
+            old.rename(removing)
+            shutil.rmtree(removing)
+        except OSError as error:  # new checkpoints are whole all the same
+            self._say_once(removing.name, f"warning: {old} could not be removed: {error.strerror}")
+
+    def _warn_of_torchrun(self, path: Path, seconds: float) -> None:
+        """Tell that torchrun may not wait for a save that takes so long."""
+        if seconds > _LONG and dist.is_torchelastic_launched() and _SHUTDOWN not in os.environ:
+            self._say_once(
+                _SHUTDOWN,
+                f"warning: {path.name} took {seconds:.0f} s to write. Unless its "
+                "--shutdown-timeout says otherwise, torchrun kills its processes 30 s after a "
+                "SIGTERM, and what they save then may be lost",
+            )
+
+    def _say_once(self, name: str, text: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self._say(text)
 
     def _check_claim(self) -> None:
         if self._claim is not None and not self._claim.check():

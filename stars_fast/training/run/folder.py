@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import platform
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -155,12 +156,16 @@ def owned(run: RunFolder, config: RunConfig, world: World, resume: bool) -> Iter
     made here goes again if the run fails before its first start is noted.
 
     Raises:
-        ConfigError: on all processes, if another run owns the folder or `config` can't be run here.
+        ConfigError: on all processes, if another run owns the folder, `config` can't be run here,
+            or one of them sees another folder.
     """
     held, fresh = world.together(
         lambda: _claim(run, config, resume) if world.first else (None, False)
     )
     try:
+        if world.size > 1:
+            token = world.from_first(held and held.token)
+            world.together(lambda: _check_shared(run, token))
         yield held
     except Exception:
         with suppress(OSError):
@@ -171,6 +176,16 @@ def owned(run: RunFolder, config: RunConfig, world: World, resume: bool) -> Iter
     finally:
         if held is not None:
             held.release()
+
+
+def _check_shared(run: RunFolder, token: str) -> None:
+    """Raise ConfigError unless the folder here is the one in which the first process has the claim
+    of this token."""
+    if not claim.sees_claim(run.path, token):
+        raise ConfigError(
+            "out: expected a folder in one file system that all machines see, got "
+            f"{run.path.absolute()}, which on {socket.gethostname()} is not the first process's"
+        )
 
 
 def _claim(run: RunFolder, config: RunConfig, resume: bool) -> tuple[Claim, bool]:

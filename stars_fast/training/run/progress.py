@@ -79,8 +79,9 @@ class Progress:
 
     def show(self, row: dict[str, Any]) -> None:
         """Show a line of metrics."""
-        left = duration(self.remaining.after_step(row["step"] - 1))
-        text = f"eta {left} {summary(row)}"
+        text = summary(row)
+        if self.remaining.steps:  # not for a line of the run that this one continues
+            text = f"eta {duration(self.remaining.after_step(row['step'] - 1))} {text}"
         if self.bar is not None:
             self.bar.set_description_str(text)
         elif self.clock - self.last_line > _SECONDS_BETWEEN_LINES or row["step"] == self.steps:
@@ -103,6 +104,19 @@ class Progress:
         """Take the bar away."""
         if self.bar is not None:
             self.bar.close()
+
+
+class Speaker:
+    """Says a message through the `progress` of a run, before there is one on every process."""
+
+    def __init__(self) -> None:
+        self.progress: Progress | None = None
+
+    def __call__(self, text: str) -> None:
+        if self.progress is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self.progress.say(text)
 
 
 def summary(row: dict[str, Any]) -> str:

@@ -1,14 +1,12 @@
 """The training loop: steps, metrics, checkpoints, resumption and the end of a run."""
 
 import signal
-import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +33,7 @@ from stars_fast.training.run.folder import (
 from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.run.outlook import foreseen, gpus_of
-from stars_fast.training.run.progress import Progress, banner, duration
+from stars_fast.training.run.progress import Progress, Speaker, banner, duration
 from stars_fast.training.run.task import Results, Task
 from stars_fast.training.run.trackers import check_trackers, open_trackers
 from stars_fast.training.scale.distributed import World, processes
@@ -177,7 +175,7 @@ class Trainer:
         self.claim = claim
         self.notes: list[str] = []
         self.began = time.perf_counter()
-        self.say: Callable[[str], None] = partial(print, file=sys.stderr, flush=True)
+        self.say = Speaker()
         self.batches = Batches(
             task.data.source,
             config.seed,
@@ -204,11 +202,15 @@ class Trainer:
             world,
             config.train.keep,
             config.lora.wanted,
-            lambda text: self.say(text),
+            self.say,
             claim,
         )
         self.meter = Meter(world.device, peak_flops(world.device, config.precision))
         self.collapse = CollapseMonitor(task.guessing)
+        self.elapsed = 0.0
+        """Seconds since the last line, of the run that this one continues."""
+        self.unwritten: dict[str, Any] | None = None
+        """The line of this step, which waits for its evaluation."""
         self.step = 0
         self.processes = world.size
         self.accumulation = train.accumulation
@@ -229,9 +231,7 @@ class Trainer:
         self.begins_again = resume and folder.environment.exists() and not self.step
         if resume and folder.config.exists() and world.first:
             self.notes += changed_settings(folder, given, self.step, len(task.data.source))
-        set_up = set_up_graphs(
-            loss, self.batches, config, world, task.packs, lambda text: self.say(text)
-        )
+        set_up = set_up_graphs(loss, self.batches, config, world, task.packs, self.say)
         self.notes += set_up.notes
         if captures and loss.gradients is None:
             self.step_loss = wrap()
@@ -246,7 +246,7 @@ class Trainer:
             self.notes += foreseen(config, gpus, self.size.tokens // max(self.size.samples, 1))
         self.costs = replace(config, penalty=self.penalty.as_drawn(self.size.micro_samples))
         self.progress = Progress(self.costs, self.step, self.outside, world.first)
-        self.say = self.progress.say
+        self.say.progress = self.progress
         self.log = world.together(lambda: self._open(given) if world.first else None)
         self.windows = Prefetch(self.batches, self.step, train.total_steps)
 
@@ -257,19 +257,22 @@ class Trainer:
             TrainingFailure: the run cannot recover.
             SaveError: the last checkpoint could not be written.
         """
-        try:
+        with ExitStack() as ending:  # all of it, whatever fails, and the last first
+            if self.log is not None:
+                ending.callback(self.log.close)
+            ending.callback(self.checkpoints.close)  # a save flushes the log
+            ending.callback(self.progress.close)
+            ending.callback(self.windows.close)
             self._greet()
             with Interrupts() as interrupts:
                 stopped = self._loop(interrupts)
-            if not stopped:
+                if not stopped:
+                    self._end_saves()
+            stopped = stopped or self._stopped(interrupts)
+            if stopped:
+                self._say_stopped(stopped)
+            else:
                 self._finish()
-        finally:
-            self.windows.close()
-            self.progress.close()
-            if self.log is not None:
-                self.log.close()
-            with suppress(SaveError):  # which has been told; what ends the run is another error
-                self.checkpoints.wait()
         return Outcome(self.step, self.folder.path, stopped)
 
     def _end_saves(self) -> None:
@@ -283,6 +286,9 @@ class Trainer:
     def _loop(self, interrupts: Interrupts) -> int:
         """Steps until the end or a signal; the signal's number, 0 at the end."""
         train = self.config.train
+        self._make_up_line()
+        self.progress.pause()
+        self.meter.since = time.perf_counter() - self.elapsed
         while self.step < train.total_steps:
             plan = plan_step(self.config, self.step)
             window = self.windows.window(self.step)
@@ -294,21 +300,32 @@ class Trainer:
             self.progress.step(plan.step, sum(plan.turns) / len(plan.turns))
             if self._due(train.log_every) or self._evaluates():
                 self._record(plan)
-            stopped = self.world.largest(_LOST if self._lost else interrupts.received)
-            if stopped == _LOST:
-                raise self._lost_folder()
+            stopped = self._stopped(interrupts)
             if stopped or self._due(train.save_every):
                 self._save()
             if stopped:
                 self.checkpoints.wait()
-                name = signal.Signals(stopped).name
-                self.say(
-                    f"{name}: stopped after step {self.step}, saved; continue with "
-                    f"stars-fast train {self.folder.path} --resume"
-                    + (f", on {self.world.size} processes" if self.world.size > 1 else "")
-                )
                 return stopped
+            self._end_line()
         return 0
+
+    def _stopped(self, interrupts: Interrupts) -> int:
+        """The signal that any process has received, 0 if none has.
+
+        Raises:
+            TrainingFailure: another process has taken the folder.
+        """
+        stopped = self.world.largest(_LOST if self._lost else interrupts.received)
+        if stopped == _LOST:
+            raise self._lost_folder()
+        return stopped
+
+    def _say_stopped(self, number: int) -> None:
+        self.say(
+            f"{signal.Signals(number).name}: stopped after step {self.step}, saved; continue with "
+            f"stars-fast train {self.folder.path} --resume"
+            + (f", on {self.world.size} processes" if self.world.size > 1 else "")
+        )
 
     @property
     def _lost(self) -> str | None:
@@ -345,7 +362,8 @@ class Trainer:
         return (2 if self.config.lora.wanted else 3) * sum(turns)
 
     def _record(self, plan: StepPlan) -> None:
-        """Write and show a line of metrics; stop a run that cannot recover."""
+        """Make a line of metrics, and write it unless it waits for an evaluation; stop a run that
+        cannot recover."""
         row, streak = self.meter.line(plan)
         warning = None
         if self.penalty.can_collapse:
@@ -353,12 +371,11 @@ class Trainer:
         if warning:
             row["warning"] = warning
             self.say(f"warning at step {self.step}: {warning}")
-        if self._evaluates():
-            row |= self._evaluate()
-        if self.log is not None:
-            self.log.write(row)
-        self.progress.show(row)
-        if streak >= self.config.train.max_nonfinite:
+        self.unwritten = row
+        hopeless = streak >= self.config.train.max_nonfinite
+        if hopeless or not self._evaluates():
+            self._write_line()
+        if hopeless:
             self._save()
             kept = f"The weights before them are saved in {self.folder.path}"
             try:
@@ -370,6 +387,32 @@ class Trainer:
                 f"was not finite. {kept}; a new run with a lower optim.lr or penalty.weight, or "
                 f"with optim.clip, may help"
             )
+
+    def _end_line(self) -> None:
+        """Evaluate and write the line that waits for it, if one does; the checkpoint of its step is
+        made before, as an evaluation may take hours, and holds the line."""
+        if self.unwritten is not None:
+            if self._evaluates():
+                self.unwritten |= self._evaluate()
+            self._write_line()
+
+    def _make_up_line(self) -> None:
+        """As `_end_line` for the step that the run goes on from, if it ended before its line was
+        written."""
+        if self.unwritten is None:
+            return
+        rows = [] if self.log is None else read_metrics(self.folder.metrics)
+        if self.world.from_first(bool(rows) and rows[-1]["step"] == self.step):
+            self.unwritten = None
+        self._end_line()
+
+    def _write_line(self) -> None:
+        """Write and show the line of this step."""
+        row, self.unwritten = self.unwritten, None
+        assert row is not None
+        if self.log is not None:
+            self.log.write(row)
+        self.progress.show(row)
 
     def _evaluate(self) -> Results:
         """The task's figures; the time they take is not the steps'."""
@@ -386,6 +429,7 @@ class Trainer:
             "step": self.step,
             "meter": self.meter.state(),
             "collapse": self.collapse.state(),
+            "unwritten": self.unwritten,
             "processes": self.world.size,
             "accumulation": self.config.train.accumulation,
             "data": self.fingerprint,
@@ -419,7 +463,9 @@ class Trainer:
                 "model.path any more; give the run its model back"
             )
         self.meter.load(state["meter"])
+        self.elapsed = state["meter"]["seconds"]
         self.collapse.load(state["collapse"])
+        self.unwritten = state.get("unwritten")
         self.step = state["step"]
         self.processes = state["processes"]
         self.accumulation = state.get("accumulation", self.accumulation)
@@ -438,8 +484,6 @@ class Trainer:
         self.say(f"run folder {where}; {start}")
         for note in (*self.task.data.notes, *self.notes, *self._warnings()):
             self.say(note)
-        if not self.step:
-            self.meter.restart_clock()
 
     def _open(self, given: RunConfig) -> MetricsLog:
         """The first files of the run, on the first process.
@@ -499,7 +543,6 @@ class Trainer:
     def _finish(self) -> None:
         """The task's figures at the end of the run."""
         results = self._evaluate()
-        self._end_saves()
         if not self.world.first:
             return
         if self._lost:

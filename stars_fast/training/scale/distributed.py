@@ -148,7 +148,7 @@ def processes(device: str = "auto") -> Iterator[World]:
     here = torch.device(kind, local) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(here)
-    joined = not dist.is_initialized()
+    joined, patient = not dist.is_initialized(), None
     if joined and size > 1:
         join(kind)
     try:
@@ -162,6 +162,8 @@ def processes(device: str = "auto") -> Iterator[World]:
             settle()
             if joined:
                 dist.destroy_process_group()
+            elif patient is not None:
+                dist.destroy_process_group(patient)
 
 
 def settle() -> None:

@@ -262,6 +262,68 @@ def test_what_was_being_removed_is_gone_with_the_next_save(tmp_path, monkeypatch
     assert names(tmp_path) == ["step-000003"]
 
 
+def test_what_cannot_be_removed_is_told_once_and_left(tmp_path, monkeypatch):
+    """As a folder of NFS is not empty while another process reads a file of it."""
+    run, real = Run(tmp_path, keep=1), shutil.rmtree
+    stuck = ("removing-000001", "writing-000009")
+
+    def busy(path, **options):
+        if path.name not in stuck:
+            real(path, **options)
+        elif not options:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    run.save(1)
+    (tmp_path / stuck[1]).mkdir()
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    for step in (2, 3, 4):
+        run.save(step)
+    assert names(tmp_path) == ["removing-000001", "step-000004", "writing-000009"]
+    assert run.told == [
+        f"warning: {tmp_path}/{name} could not be removed: Directory not empty"
+        for name in ("writing-000009", "step-000001")
+    ]
+    with pytest.raises(SaveError, match=r"step 9 .* Directory not empty"):
+        run.save(9)  # which needs the room
+
+
+def test_a_file_that_only_another_process_sees_makes_no_checkpoint(run, monkeypatch):
+    real = checkpoint.checksum
+
+    def elsewhere(path):
+        value = real(path)
+        if path.suffix == ".distcp":
+            path.unlink()
+        return value
+
+    monkeypatch.setattr(checkpoint, "checksum", elsewhere)
+    with pytest.raises(SaveError, match=r"__0_0\.distcp.* all machines must see one file system"):
+        run.save(1)
+    assert names(run.store.folder) == []
+
+
+@pytest.mark.parametrize("timeout", [None, "600"])
+def test_a_save_for_which_torchrun_may_not_wait(run, monkeypatch, timeout):
+    monkeypatch.setattr(checkpoint, "_LONG", 0.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    if timeout is not None:
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", timeout)
+    for step in (1, 2):
+        run.save(step)
+    told = [line for line in run.told if "step-000001 took 0 s to write" in line]
+    assert run.told == told
+    assert len(told) == (timeout is None)
+
+
+def test_the_end_waits_for_the_last_save_and_leaves_no_thread(run, monkeypatch):
+    real, before = checkpoint.checksum, set(threading.enumerate())
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: time.sleep(0.2) or real(path))
+    run.store.save(1, run.net, run.optimizer, {})
+    run.store.close()
+    assert names(run.store.folder) == ["step-000001"]
+    assert set(threading.enumerate()) <= before
+
+
 @pytest.mark.parametrize("lost", ["state.pt", ".metadata"])
 def test_a_directory_without_its_files_is_no_checkpoint(run, lost):
     path = run.save(3)

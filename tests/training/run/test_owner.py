@@ -8,10 +8,12 @@ import torch
 from stars_fast.base.checkpoints import saved_tensors
 from stars_fast.base.claim import Claim
 from stars_fast.base.errors import ConfigError
+from stars_fast.base.run_folder import RunFolder
 from stars_fast.cli import main
 from stars_fast.training.config import save_config
 from stars_fast.training.run import folder, trainer
 from stars_fast.training.run.trainer import TrainingFailure, train
+from stars_fast.training.scale.distributed import World
 
 
 @pytest.fixture
@@ -155,6 +157,60 @@ def test_all_processes_are_told_of_the_first_run(tiny, tmp_path, held, launch, c
     assert launch(command, processes=2) == [2, 2]
     told = f"stars-fast: {tmp_path / 'run'} belongs to {held._owner}, which is at work there"
     assert capfd.readouterr().err.count(told) == 2
+
+
+class One(World):
+    """One of two processes, which hears no word of the other but these."""
+
+    token = reason = None
+
+    def from_first(self, value):
+        return self.token or value
+
+    def first_reason(self, reason):
+        return reason or self.reason
+
+
+@pytest.mark.parametrize("there", ["nothing", "another run", "the run"])
+def test_a_folder_is_the_one_of_the_first_process_or_an_error(tiny, tmp_path, monkeypatch, there):
+    for name in ("LAPSE", "BEAT"):
+        monkeypatch.setattr(f"stars_fast.base.claim.{name}", 0.0)
+    claim = Claim(tmp_path / "run", print)
+    One.token = claim.token if there == "the run" else "of the first"
+    if there == "nothing":
+        claim.withdraw()
+
+    def begin():
+        with folder.owned(run, tiny(), One(1, 2, torch.device("cpu")), False) as held:
+            assert held is None
+
+    run = RunFolder(tiny().out)
+    try:
+        if there == "the run":
+            begin()
+        else:
+            with pytest.raises(ConfigError, match=f"that all machines see, got {run.path}, which"):
+                begin()
+    finally:
+        One.token = None
+        claim.release()
+
+
+def test_the_first_process_leaves_no_folder_that_others_do_not_see(tiny, monkeypatch):
+    first, config = One(0, 2, torch.device("cpu")), tiny()
+    real, calls = One.first_reason, []
+
+    def first_reason(self, reason):
+        calls.append(reason)
+        return real(self, reason) if len(calls) == 1 else "another folder"
+
+    monkeypatch.setattr(One, "first_reason", first_reason)
+    with (
+        pytest.raises(ConfigError, match="another folder"),
+        folder.owned(RunFolder(config.out), config, first, False),
+    ):
+        raise AssertionError("it began")
+    assert not RunFolder(config.out).path.exists()
 
 
 def test_a_run_that_is_at_work_can_be_read(tiny, tmp_path):

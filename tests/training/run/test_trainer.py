@@ -1,7 +1,12 @@
 """One run in one process: signals, steps that are not finite, the folder, the end."""
 
+import gc
 import json
+import os
 import signal
+import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -14,9 +19,10 @@ from stars_fast.data.kinds.sums import Sums
 from stars_fast.models.families import looped_lm
 from stars_fast.models.families.looped_lm import FAMILY, LoopedLoop
 from stars_fast.models.saved import find_model, load_model
-from stars_fast.training.run import interrupt, trainer
-from stars_fast.training.run.metrics import read_metrics
-from stars_fast.training.run.trainer import TrainingFailure, train
+from stars_fast.training.run import checkpoint, interrupt, trainer
+from stars_fast.training.run.metrics import MetricsLog, read_metrics
+from stars_fast.training.run.task import Task
+from stars_fast.training.run.trainer import Trainer, TrainingFailure, train
 from stars_fast.training.step import train_step as step
 
 
@@ -74,6 +80,151 @@ def test_a_second_signal_is_the_same_wish_and_later_acts_at_once(tiny, at_step, 
     at_step(4, lambda: [signal.raise_signal(signal.SIGINT) for _ in range(2)])
     with pytest.raises(KeyboardInterrupt):
         train(tiny(), resume=True)
+
+
+def test_a_signal_in_the_last_save_waits_for_it_and_evaluates_nothing(tiny, monkeypatch, capsys):
+    real, config = checkpoint.checksum, tiny(eval={"turns": [1]})
+
+    def slow(path):
+        if threading.current_thread() is not threading.main_thread() and not heard:
+            heard.append(path)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return real(path)
+
+    heard = []
+    monkeypatch.setattr(checkpoint, "checksum", slow)
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "evaluate", lambda *_: 1 / 0)
+        outcome = train(config)
+    assert (outcome.step, outcome.signal) == (6, signal.SIGINT)
+    assert sorted(checkpoints(outcome.folder / "checkpoints")) == [6]
+    assert "SIGINT: stopped after step 6, saved" in capsys.readouterr().err
+    assert train(config, resume=True)[::2] == (6, 0)
+    assert json.loads((outcome.folder / "results.json").read_text())["step"] == 6
+
+
+class Killed(BaseException):
+    """As a kill, which nothing catches."""
+
+
+@pytest.mark.parametrize("how", ["killed in the evaluation", "stopped before it"])
+def test_the_save_of_a_step_comes_before_its_evaluation(
+    tiny, tiny_in, tmp_path, at_step, monkeypatch, how
+):
+    """And the line of the step, with the evaluation, comes when the run goes on."""
+    changes = {"eval": {"turns": [1, 4], "every": 2}, "train": {"save_every": 2, "log_every": 2}}
+    straight = train(tiny_in(tmp_path / "straight", **changes)).folder
+    config, real = tiny(**changes), Task.evaluate
+    run = tmp_path / "run"
+
+    def evaluate(task, *args):
+        if not judged:  # of step 2
+            judged.append(task)
+            return real(task, *args)
+        end = time.monotonic() + 5
+        while not (run / "checkpoints" / "step-000004").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        raise Killed
+
+    judged = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Task, "evaluate", evaluate)
+        if how == "stopped before it":
+            at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+            assert train(config).step == 4
+        else:
+            with pytest.raises(Killed):
+                train(config)
+    assert len(judged) == 1
+    assert sorted(checkpoints(run / "checkpoints")) == [2, 4]
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [2]
+    train(config, resume=True)
+    one, two = (read_metrics(folder / "metrics.jsonl") for folder in (straight, run))
+    assert [row["step"] for row in two] == [2, 4, 6]
+    for name in ("step", "loss", "penalty", "grad_norm", "depth", "tokens", "accuracy"):
+        assert [row.get(name) for row in one] == [row.get(name) for row in two], name
+    before, after = weights(straight), weights(run)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_line_that_is_there_is_not_made_again(tiny, monkeypatch):
+    """The run goes on from a step whose checkpoint holds a line that was written later."""
+    config = tiny(eval={"turns": [1], "every": 2}, train={"save_every": 4, "keep": 0})
+    real = trainer.train_step
+
+    def killed(*args):
+        if args[4].step == 5:
+            raise Killed
+        return real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "train_step", killed)
+        with pytest.raises(Killed):
+            train(config)
+    first = read_metrics(trainer.RunFolder(config.out).metrics)
+    folder = train(config, resume=True).folder
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[:4] == first[:4]
+    assert [row["step"] for row in rows if "accuracy" in row] == [2, 4]
+
+
+def test_what_a_resumed_run_needs_to_begin_is_not_the_time_of_its_steps(tiny, at_step, monkeypatch):
+    config = tiny(train={"log_every": 4})
+    at_step(4, lambda: signal.raise_signal(signal.SIGTERM))
+    assert train(config).step == 5
+    real = Trainer._open
+
+    def slow(self, *args):
+        time.sleep(3)
+        return real(self, *args)
+
+    monkeypatch.setattr(Trainer, "_open", slow)
+    rows = read_metrics(train(config, resume=True).folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [4, 6]
+    seconds = (rows[1]["tokens"] - rows[0]["tokens"]) / rows[1]["tokens_per_second"]
+    assert 0 < seconds < 3
+
+
+def test_nothing_is_left_of_a_run_in_a_process(tiny_in, tmp_path, monkeypatch):
+    """The first one imports modules that hold on to their importers' frames."""
+    train(tiny_in(tmp_path / "first"))
+    made, real = [], Trainer.__init__
+
+    def noted(self, *args):
+        real(self, *args)
+        made.extend(weakref.ref(each) for each in (self, self.optimizer, self.model))
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    gc.collect()
+    gc.disable()
+    try:
+        train(tiny_in(tmp_path / "second"))
+        assert [each() for each in made[:2]] == [None, None]
+    finally:
+        gc.enable()
+    gc.collect()  # of torch's own walk over a model there is a cycle left
+    assert made[2]() is None
+    threads = [each.name for each in threading.enumerate()]
+    assert not [name for name in threads if name.startswith(("checkpoint", "batches", "claim"))]
+
+
+def test_all_of_the_end_is_done_whatever_fails(tiny, at_step, monkeypatch):
+    real, close = checkpoint.checksum, MetricsLog.close
+
+    def broken(self):
+        close(self)
+        raise RuntimeError("the tracker has gone")
+
+    monkeypatch.setattr(checkpoint, "checksum", lambda path: time.sleep(0.2) or real(path))
+    monkeypatch.setattr(MetricsLog, "close", broken)
+    at_step(2, lambda: 1 / 0)
+    config = tiny(train={"save_every": 2})
+    with pytest.raises(RuntimeError, match="the tracker has gone") as error:
+        train(config)
+    assert isinstance(error.value.__context__, ZeroDivisionError)
+    assert sorted(checkpoints(trainer.RunFolder(config.out).checkpoints)) == [2]
 
 
 @pytest.mark.parametrize("method", ["sft", "random-loop", "jsrr", "stars", "l2"])
