@@ -391,6 +391,44 @@ def test_torchscript_and_higher_order_ops_come_as_these_classes():
     assert isinstance(torch.ops.higher_order.cond, torch._ops.HigherOrderOperator)
 
 
+@rests_on("torch._C._is_fwd_grad_enabled")
+def test_forward_mode_is_off_in_functions_and_in_inference_mode():
+    asked = []
+
+    class Asks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            asked.append(torch._C._is_fwd_grad_enabled())
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, bar):
+            return bar
+
+    apply = Asks.apply
+    with torch.no_grad():
+        apply(torch.ones(1))
+        asked.append(torch._C._is_fwd_grad_enabled())
+    with torch.inference_mode():
+        asked.append(torch._C._is_fwd_grad_enabled())
+        with torch.autograd.forward_ad._set_fwd_grad_enabled(True):
+            asked.append(torch._C._is_fwd_grad_enabled())
+            apply(torch.ones(1))
+        asked.append(torch._C._is_fwd_grad_enabled())
+        with torch.inference_mode(False):
+            asked.append(torch._C._is_fwd_grad_enabled())
+    assert asked == [False, True, False, True, False, False, True]
+
+
+@rests_on("torch._C._set_throw_on_mutable_data_ptr")
+def test_the_address_of_a_tensor_without_memory_can_be_refused():
+    tensor = torch.ones(2)
+    torch.utils.dlpack.to_dlpack(tensor)
+    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(tensor)
+
+
 @rests_on("torch.utils.checkpoint._NoopSaveInputs")
 def test_checkpointing_keeps_its_inputs_by_a_function():
     if not hasattr(torch.utils.checkpoint, "_NoopSaveInputs"):  # torch 2.13 and later have none

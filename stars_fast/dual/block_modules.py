@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
 
-from stars_fast.dual.tensor import Dual, primal_of
+from stars_fast.dual.tensor import Dual
 
 
 def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
@@ -20,7 +21,7 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
     if not depth or isinstance(block, type):
         return
     inner = [getattr(block, "__self__", None), getattr(block, "func", None)]
-    inner += [cell.cell_contents for cell in getattr(block, "__closure__", None) or ()]
+    inner += [_held(cell) for cell in getattr(block, "__closure__", None) or ()]
     if isinstance(block, FunctionType):
         named = (block.__globals__.get(name) for name in block.__code__.co_names)
         inner += [each for each in named if not isinstance(each, FunctionType)]
@@ -33,6 +34,14 @@ def modules_of(block: Any, depth: int = 3) -> Iterator[nn.Module]:
         for part in parts:
             if part is not None and callable(part):
                 yield from modules_of(part, depth - 1)
+
+
+def _held(cell: CellType) -> Any:
+    """The value of a closure's variable; None where it is not set yet, or any more."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _within(module: nn.Module) -> Iterator[nn.Module]:
@@ -55,9 +64,7 @@ def release_duals(block: Any) -> None:
         own = module.__dict__
         for key in own.keys() - _TORCHS:
             value = own[key]
-            if type(value) is Dual:
-                own[key] = value.stack[0]
-            elif type(value) in _CONTAINERS and value:
+            if type(value) in _HOLDERS:
                 own[key] = _primals(value)
         if not module._buffers:
             continue
@@ -66,20 +73,23 @@ def release_duals(block: Any) -> None:
                 module._buffers[key] = value.stack[0]
 
 
-_CONTAINERS = (list, tuple, dict)
+_HOLDERS = frozenset((Dual, list, tuple, dict, defaultdict, OrderedDict, deque))
 # Attributes that torch gives every module; the buffers are looked at themselves.
 _TORCHS = frozenset(nn.Module().__dict__)
 
 
-def _primals(value: Any) -> Any:
-    """A container with the primals of its Duals; the same object where it can be written."""
-    if type(value) is dict:
-        found = {k: v.stack[0] for k, v in value.items() if type(v) is Dual}
-        if found:
-            value.update(found)
-    elif any(type(each) is Dual for each in value):
-        parts = [primal_of(each) for each in value]
-        if type(value) is tuple:
-            return tuple(parts)
-        value[:] = parts
+def _primals(value: Any, depth: int = 4) -> Any:
+    """The primal of a Dual; a container with the primals of its Duals, and of those in containers
+    in it, `depth` of them: the same object where it holds none or can be written."""
+    if type(value) is Dual:
+        return value.stack[0]
+    if not depth or not value:
+        return value
+    places = value.items() if isinstance(value, dict) else enumerate(value)
+    held = [(place, each) for place, each in places if type(each) in _HOLDERS]
+    found = {place: new for place, each in held if (new := _primals(each, depth - 1)) is not each}
+    if found and type(value) is tuple:
+        return tuple(found.get(place, each) for place, each in enumerate(value))
+    for place, new in found.items():
+        value[place] = new
     return value

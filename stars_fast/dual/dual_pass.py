@@ -12,7 +12,7 @@ from stars_fast.dual.block_modules import release_duals
 from stars_fast.dual.pass_mode import Pass
 from stars_fast.dual.patches import surroundings
 from stars_fast.dual.recognition.last_map import tangent_of
-from stars_fast.dual.running import forget_waiting, settle_all
+from stars_fast.dual.running import forget_waiting, running_pass, settle_all
 from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 
@@ -53,6 +53,8 @@ def _run(
     kwargs: dict[str, Any],
     tangent_alone: bool,
 ) -> Tensor:
+    if running_pass() is not None:
+        settle_all()  # of the pass around this one
     try:
         running = Pass(stack.shape[1:] if tangent_alone else None)
         with surroundings(), masks_of_one_pass(), running:

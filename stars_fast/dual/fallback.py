@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from types import FunctionType
 from typing import Any
@@ -84,12 +83,12 @@ def _opened() -> list[Any]:
     return _local.opened
 
 
-@functools.cache
 def _body(func: FunctionType) -> FunctionType:
     """A torch function written in Python, without its own question for `__torch_function__`: run on
-    Duals it falls apart into the ops that it is made of, each with its own rule."""
+    Duals it falls apart into the ops that it is made of, each with its own rule. Made anew for each
+    call: someone may replace the functions that it calls."""
     asks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
-    scope = {**func.__globals__, **dict.fromkeys(asks, lambda *_: False)}
+    scope = func.__globals__ | dict.fromkeys(asks, lambda *_: False)
     body = FunctionType(func.__code__, scope, func.__name__, func.__defaults__, func.__closure__)
     body.__kwdefaults__ = func.__kwdefaults__
     return body

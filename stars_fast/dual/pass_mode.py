@@ -53,6 +53,7 @@ class Pass(TorchFunctionMode):
     Attributes:
         running: whether the pass runs, or a part of it is computed again. A Dual that is met
             otherwise was left behind, and stands for its primal.
+        inference: whether the pass as a whole is in torch's inference mode.
         tangent_of: the shape of the state where the tangent alone is asked for, else None.
         packing: what packs the tensors that autograd saves, as the pass begins; None for nothing.
     """
@@ -60,6 +61,7 @@ class Pass(TorchFunctionMode):
     def __init__(self, tangent_of: torch.Size | None = None) -> None:
         super().__init__()
         self.tangent_of = tangent_of
+        self.inference = torch.is_inference_mode_enabled()
         self.packing = packing_hooks(False)
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         self._outer: list[Pass | None] = []
@@ -72,12 +74,12 @@ class Pass(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        # Straight to the rules, unless a mode of the user's is to see the call first.
         if Dual in types:
             ordinary = len(types) == 1 or all(kind is Dual or is_ordinary(kind) for kind in types)
+            if ordinary and args and type(args[0]) is not Dual and self._keeps_values(func, args):
+                return _write_values(func, args, kwargs or {})
+            # Straight to the rules, unless a mode around the pass is to see the call first.
             if ordinary and not _count_modes():
-                if args and type(args[0]) is not Dual and self._keeps_values(func, args):
-                    return _write_values(func, args, kwargs or {})
                 result = respond(func, types, args, kwargs or {})
                 if type(result) is Tensor:
                     self._note(func, result, args)

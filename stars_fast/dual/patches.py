@@ -5,6 +5,9 @@ function of the user's is.
   `__torch_function__`, and would run on a Dual below autograd and lose its gradient.
 - What prepares a region of `torch.utils.checkpoint` notes the pass that it is in, so that its
   recomputation, in backward, does what the pass did.
+- Forward mode is on, also where a checkpoint around the pass or inference mode turned it off: where
+  a Dual meets it off inside, it is in a custom function that did not come by here
+  (`tensor._is_constant_here`).
 - Compiled functions run eagerly: they would trace tensors, not pairs.
 - Functions of TorchScript run op by op (`scripts`).
 - Reentrant checkpoints run as the other kind: they would detach what they are given.
@@ -12,6 +15,7 @@ function of the user's is.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd import forward_ad
 
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import report
@@ -74,7 +79,7 @@ def _plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
     if cls is torch.utils.checkpoint.CheckpointFunction and state.running is not None:
         return _without_reentry(*args)
-    if Dual not in map(type, args):
+    if Dual not in map(type, (*args, *kwargs.values())):
         return _unbound_apply.__get__(None, cls)(*args, **kwargs)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _KEEPERS:
@@ -88,7 +93,7 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             "be computed; define one, or use plain torch functions there"
         )
     report(cls.__qualname__, "fallback")
-    return jvp(lambda *inputs: _plain_apply(cls, *inputs), name, args, kwargs)
+    return jvp(functools.partial(_plain_apply, cls), name, args, kwargs)
 
 
 def _pass_through(cls: Any, args: tuple) -> Any:
@@ -210,5 +215,6 @@ noted_checkpoints = _Change(_change_checkpoints)
 @contextmanager
 def surroundings() -> Iterator[None]:
     """The region of one dual pass; passes of several threads share what is changed."""
-    with noted_checkpoints, _functions, _stance, _scripts:
+    on = forward_ad._set_fwd_grad_enabled
+    with noted_checkpoints, _functions, _stance, _scripts, on(True):
         yield

@@ -21,7 +21,7 @@ from torch.overrides import resolve_name
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from stars_fast.dual import layout
-from stars_fast.dual.caller import torch_keeps
+from stars_fast.dual.caller import frame_outside, torch_keeps
 from stars_fast.dual.layout import stack_pair
 from stars_fast.dual.registry import RECORDERS, RULES, Rule, answer_without_rule, report
 from stars_fast.dual.running import settle_before, state
@@ -31,6 +31,14 @@ _no_torch_function = torch._C.DisableTorchFunction
 _get_is_leaf = torch.Tensor.is_leaf.__get__  # type: ignore[attr-defined]
 _get_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+# A wrapper has no memory: what asks for its address is an error, and no null pointer.
+_refuse_address = torch._C._set_throw_on_mutable_data_ptr
+_forward_mode = torch._C._is_fwd_grad_enabled
+_NESTED = (
+    "stars_fast: a dual pass inside a dual pass; the block may not call fused_jvp or fused_jsrr on "
+    "a state that carries a tangent, nor with a block that uses one (detach it where a number is "
+    "meant)"
+)
 
 
 class Dual(torch.Tensor):
@@ -57,10 +65,7 @@ class Dual(torch.Tensor):
     @staticmethod
     def __new__(cls: type[Dual], stack: Tensor) -> Dual:
         if type(stack) is Dual:
-            raise RuntimeError(
-                "stars_fast: a dual pass inside a dual pass; the block may not call fused_jvp or "
-                "fused_jsrr on a state that carries a tangent (detach it where a number is meant)"
-            )
+            raise RuntimeError(_NESTED)
         if not (stack.is_floating_point() or stack.is_complex()):
             raise TypeError(f"Dual: stack: expected floating point, got {stack.dtype}")
         shape = stack.shape
@@ -73,6 +78,7 @@ class Dual(torch.Tensor):
             device=stack.device,
             requires_grad=stack.requires_grad,
         )
+        _refuse_address(self)
         self.stack = stack
         self.owner = state.running
         return self
@@ -87,6 +93,7 @@ class Dual(torch.Tensor):
             device=step.device,
             requires_grad=step.grad and step.smooth,
         )
+        _refuse_address(self)
         self.step = step
         self.owner = state.running
         return self
@@ -153,6 +160,7 @@ def pair_of(stack: Tensor) -> Dual:
     # By position takes a fifth less time: size, strides, storage_offset, memory_format, dtype,
     # layout, device, pin_memory, requires_grad.
     pair = _wrapper(Dual, shape, None, None, None, dtype, torch.strided, device, False, grad)
+    _refuse_address(pair)
     pair.stack = stack
     pair.owner = state.running
     return pair
@@ -178,6 +186,10 @@ def respond(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         if _is_left_over(arg) and not torch_keeps():
             args, kwargs = tree_map(_without_left_overs, (args, kwargs))
             return func(*args, **kwargs)
+    if not _forward_mode() and _is_constant_here():
+        settle_before(func, args, kwargs)
+        args, kwargs = tree_map(primal_of, (args, kwargs))
+        return func(*args, **kwargs)
     if state.recognises:
         recorder = RECORDERS.get(func)
         if recorder is not None and args:
@@ -274,9 +286,19 @@ QUICK: dict[Any, Callable[[Dual], Any]] = {}
 
 
 def _is_left_over(x: Any) -> bool:
-    """Whether x is, or holds, a Dual of a pass that is over, such as one in a cache."""
+    """Whether x is, or holds, a Dual of a pass that is over, such as one in a cache.
+
+    Raises:
+        RuntimeError: it is of a pass around the one that runs, which would take its tangent for
+            one of its own.
+    """
     if type(x) is Dual:
-        return x.owner is not None and not x.owner.running
+        owner, running = x.owner, state.running
+        if owner is None or owner is running:
+            return False
+        if owner.running and running is not None:
+            raise RuntimeError(_NESTED)
+        return not owner.running
     if type(x) in (list, tuple):
         for each in x:  # no generator: nearly every view comes by with its sizes
             if type(each) is not int and _is_left_over(each):
@@ -286,6 +308,28 @@ def _is_left_over(x: Any) -> bool:
 
 def _without_left_overs(x: Any) -> Any:
     return x.stack[0] if type(x) is Dual and _is_left_over(x) else x
+
+
+def _is_constant_here() -> bool:
+    """Whether an op on Duals gives constants, asked where torch's forward mode is off: a pass turns
+    it on (`patches.surroundings`). Off it is in `torch.inference_mode`, of which torch takes no
+    derivatives, and while the forward of a custom autograd.Function runs.
+
+    Raises:
+        RuntimeError: the Function's own derivative would be passed over.
+    """
+    inference, running = torch.is_inference_mode_enabled(), state.running
+    if inference and (running is None or not running.inference):
+        return running is not None
+    frame = frame_outside("torch", "stars_fast")
+    raise RuntimeError(
+        "stars_fast: the forward of a custom autograd function met a tensor with a tangent, at "
+        f"{frame.f_code.co_filename}:{frame.f_lineno}, where the function's own derivative would "
+        "be lost: it came through an `apply` that was bound before the pass (`f = Function.apply`),"
+        " a list, an object or a closure; give the function a `jvp` and call `Function.apply(x)` "
+        "with the tensor itself"
+        + (" (or leave out torch.inference_mode inside of itself)" if inference else "")
+    )
 
 
 def _check_types(func: Any, types: Any) -> None:

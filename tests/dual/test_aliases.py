@@ -1,8 +1,11 @@
 """What shares memory in eager shares it in a pass: writes through views, memory order, tensors that
 a block makes and fills."""
 
+import contextlib
+import copy
 import functools
 import threading
+from collections import defaultdict, deque
 
 import numpy as np
 import pytest
@@ -12,6 +15,8 @@ import torch.nn.functional as F
 from oracle import assert_matches_differences
 from oracle import randn as numbers
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     checkpoint,
     checkpoint_sequential,
@@ -530,6 +535,39 @@ class Keeper(nn.Module):
         return h * self.mean
 
 
+class Window(nn.Module):
+    """Keeps what it has seen in containers of containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = deque(maxlen=2)
+        self.by_name, self.steps = defaultdict(list), [{"seen": ()}]
+        self.counts = ([1, 2], deque([3]))
+
+    def forward(self, h):
+        with torch.no_grad():
+            self.norms.append(h.norm())
+            self.by_name["h"].append((h.sin(), 1))
+            self.steps[0]["seen"] += ([h.cos()],)
+        return h.sin()
+
+
+def test_pairs_in_containers_of_a_module_do_not_outlive_the_pass():
+    module, plain, h = Window(), Window(), numbers(3, 4)
+    counts, inner = module.counts, module.steps[0]
+    for _ in range(3):
+        fused_jvp(module, h, numbers(3, 4, seed=1))
+        plain(h)
+    for kept in (module, copy.deepcopy(module)):
+        for name in ("norms", "by_name", "steps"):
+            mine, theirs = (tree_leaves(getattr(each, name)) for each in (kept, plain))
+            assert not any(type(each) is Dual for each in mine)
+            torch.testing.assert_close(mine, theirs)
+    assert module.norms.maxlen == len(module.norms) == 2
+    assert module.counts is counts
+    assert module.steps[0] is inner
+
+
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: lambda h: m(h)], ids=["module", "closure"])
 def test_a_pair_stored_on_a_module_does_not_outlive_the_pass(wrap):
     module, plain = Keeper(), Keeper()
@@ -554,6 +592,18 @@ def test_a_pair_stored_before_an_error_does_not_outlive_the_pass():
     with pytest.raises(KeyError):
         fused_jvp(block, numbers(3, 4), numbers(3, 4))
     assert type(module.last) is torch.Tensor
+
+
+def test_a_closure_may_have_a_variable_that_is_not_set():
+    def build(made, used):
+        linear = nn.Linear(4, 4).double()
+        if made:
+            norm = nn.LayerNorm(4).double()
+        return lambda h: norm(linear(h)) if used else linear(h).sin()
+
+    assert_matches_differences(build(False, False), numbers(3, 4))
+    with pytest.raises(NameError, match="norm"):
+        fused_jvp(build(False, True), numbers(3, 4), numbers(3, 4))
 
 
 # -- recomputation, hooks, threads
@@ -802,6 +852,40 @@ def test_statistics_written_without_gradients_take_values(update):
     assert type(mean) is torch.Tensor
     torch.testing.assert_close(mean, plain)
     torch.testing.assert_close(jv, h.cos() * v)
+
+
+class Logged(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [lambda: torch.device("cpu"), Logged], ids=["device", "a mode"])
+def test_modes_around_a_pass_change_nothing(mode):
+    """As `torch.set_default_device` and `torch.device` are; each sees the ops of the block."""
+    h, v = numbers(3, 4), numbers(3, 4, seed=1)
+    means, found = [], []
+    for around in (contextlib.nullcontext(), mode()):
+        mean = torch.ones(4, dtype=torch.float64)
+
+        def block(x):
+            with torch.no_grad():
+                mean.mul_(0.9).add_(0.1 * x.mean(0))  # noqa: B023
+            made = torch.zeros(3, 4, dtype=x.dtype)
+            made[1:] = x[1:].sin()
+            return made * x + mean  # noqa: B023
+
+        with around, pytest.warns(TangentDropped):
+            found.append(fused_jvp(block, h, v))
+        means.append(mean)
+    torch.testing.assert_close(means[1], means[0])
+    torch.testing.assert_close(found[1], found[0])
+    if isinstance(around, Logged):
+        assert {"mean", "sin", "add_"} <= set(around.names)
 
 
 class Caller:

@@ -1,5 +1,7 @@
 """A tangent never goes missing in silence: in-place writes, constants, foreign functions."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from oracle import assert_dual_matches
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from stars_fast import Dual, explain, fused_jsrr, fused_jvp
+from stars_fast import Dual, explain, fused_jsrr, fused_jvp, recognition, spectral_radius
 from stars_fast.dual.dual_pass import dual_pass
 from stars_fast.dual.registry import RULES
 from stars_fast.dual.rules.refused import REFUSED
@@ -129,6 +131,62 @@ def test_detach_gives_a_constant_as_under_torch_func():
     check(lambda h: h * h.detach().sin(), 3, 4)
 
 
+def under(mode, function, write=False):
+    """`x * function(x)`, the second factor computed in a region of a mode."""
+
+    def block(x):
+        y = x.square()
+        with mode():
+            if write:
+                function(y)
+            else:
+                y = function(y)
+        return x * y.clone()
+
+    return block
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["", "write"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_regions_without_gradients_have_the_tangents_of_forward_mode(mode, write):
+    """It goes through `no_grad`, other than a double backward, and stops at `inference_mode`."""
+    function = (lambda y: y.mul_(3).add_(1)) if write else (lambda y: (y.sin() + y) * y)
+    block, h, v = under(mode, function, write), state(3, 4), state(3, 4, seed=4)
+    expected = torch.func.jvp(block, (h,), (v,))
+    for run in (contextlib.nullcontext(), recognition(False)):
+        with run:
+            for mine, theirs in zip(fused_jvp(block, h, v), expected, strict=True):
+                torch.testing.assert_close(mine, theirs)
+
+
+def test_weights_used_without_gradients_get_none():
+    weight = state(4, 4, seed=5).requires_grad_()
+    block = under(torch.no_grad, lambda y: y @ weight)
+    loss = fused_jsrr(lambda x: block(x) @ weight.mT, state(2, 3, 4), v=state(2, 3, 4, seed=4))
+    (found,) = torch.autograd.grad(loss, weight)
+    held = weight.detach().clone()
+    block = under(contextlib.nullcontext, lambda y: y @ held)
+    loss = fused_jsrr(lambda x: block(x) @ weight.mT, state(2, 3, 4), v=state(2, 3, 4, seed=4))
+    torch.testing.assert_close(found, torch.autograd.grad(loss, weight)[0])
+
+
+def test_what_waits_before_a_region_of_inference_mode_keeps_its_gradient():
+    weight = state(4, 4, seed=5).requires_grad_()
+
+    def block(x):
+        y = (x @ weight).pow(2)
+        with torch.inference_mode():
+            y.sum().item()
+        return y.mean(-1, keepdim=True) * x
+
+    def gradient():
+        return torch.autograd.grad(fused_jvp(block, state(3, 4), state(3, 4))[1].sum(), weight)[0]
+
+    with recognition(False):
+        expected = gradient()
+    torch.testing.assert_close(gradient(), expected)
+
+
 def test_a_block_that_forgets_h_is_an_error():
     with pytest.raises(TypeError, match="constant tensor"):
         fused_jsrr(lambda h: h.detach() * 2, state(2, 3, 4))
@@ -147,6 +205,10 @@ def test_leaving_through_the_back_door_is_an_error():
         x.data_ptr()
     with pytest.raises(RuntimeError, match="backward"):
         x.sum().backward()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(x)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(x.pow(2))  # it waits
     with pytest.raises(RuntimeError, match="deep-copied"):
         __import__("copy").deepcopy(x)
 
@@ -197,6 +259,128 @@ def test_a_custom_function_with_a_jvp_is_exact():
 def test_a_custom_function_without_one_is_named():
     with pytest.raises(RuntimeError, match=r"Opaque has no `jvp`"):
         fused_jsrr(lambda h: Opaque.apply(h), state(2, 3, 4))
+
+
+bound_opaque, bound_cube = Opaque.apply, Cube.apply
+
+
+class Opening(torch.autograd.Function):
+    """Takes its tensor out of a list, an object or a closure."""
+
+    @staticmethod
+    def forward(ctx, take):
+        return take().sin() * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Listed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, xs):
+        return xs[0] * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+bound_identity = Identity.apply
+AROUND = {
+    "no weight": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda h: h + bound_opaque(h),
+        lambda h: bound_opaque(h.sin()).cos(),
+        lambda h: h + bound_cube(h),
+        lambda h: h + bound_identity(h),
+        lambda h: h + Listed.apply([h]),
+        lambda h: h + Opening.apply(lambda: h),
+    ],
+    ids=["last", "between", "with a jvp", "identity", "a list", "a closure"],
+)
+def test_a_function_that_a_pass_can_not_see_is_noticed(block, around):
+    with AROUND[around](), pytest.raises(RuntimeError, match=r"at \S+test_guards\.py:\d+, where"):
+        fused_jvp(block, state(3, 4), state(3, 4, seed=4))
+    with AROUND[around](), pytest.raises(RuntimeError, match="bound before the pass"):
+        spectral_radius(block, state(1, 3, 4))
+
+
+def test_a_function_that_a_pass_can_not_see_is_noticed_in_checkpoints_around_and_inside():
+    block, h = lambda x: x + bound_opaque(x), state(2, 3, 4).requires_grad_()
+    with pytest.raises(RuntimeError, match="bound before the pass"):
+        checkpoint(lambda x: fused_jsrr(block, x), h, use_reentrant=True)
+    for reentrant in (False, True):
+        inside = lambda x: checkpoint(block, x, use_reentrant=reentrant)  # noqa: B023, E731
+        with pytest.raises(RuntimeError, match="bound before the pass"):
+            fused_jsrr(inside, h)
+
+
+def test_a_pass_in_a_reentrant_checkpoint_is_exact():
+    weight, h = state(4, 4, seed=5).requires_grad_(), state(2, 3, 4).requires_grad_()
+
+    def loss(h):
+        return fused_jsrr(lambda x: torch.hypot(x @ weight, x).sin(), h, v=state(2, 3, 4, seed=4))
+
+    (expected,) = torch.autograd.grad(loss(h), weight)
+    checkpoint(loss, h, use_reentrant=True).backward()
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_tensors_by_keyword_reach_a_function_with_their_tangent():
+    try:
+        Cube.apply(x=state(3, 4))
+    except TypeError:
+        pytest.skip("torch 2.11 takes none")
+    check(lambda h: Cube.apply(x=h.sin()) * h, 3, 4)
+
+
+class Scaled(torch.autograd.Function):
+    """A function of weights alone, which does more than read them."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.abs() + weight.tan() * 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+bound_scaled = Scaled.apply
+
+
+def test_what_waits_may_run_in_the_forward_of_a_function_of_weights():
+    weight = state(4, 4, seed=5).requires_grad_()
+
+    def block(h):
+        square = (h @ weight).pow(2)  # it waits
+        return (square @ bound_scaled(weight)).sin() + square.mean(-1, keepdim=True)
+
+    def gradient():
+        return torch.autograd.grad(fused_jvp(block, state(3, 4), state(3, 4))[1].sum(), weight)[0]
+
+    with recognition(False):
+        expected = gradient()
+    torch.testing.assert_close(gradient(), expected)
 
 
 def test_function_apply_is_untouched_outside_a_pass():
@@ -498,6 +682,79 @@ def test_inference_mode_runs_fallbacks():
 def test_a_pass_inside_a_pass_says_so():
     with pytest.raises(RuntimeError, match="dual pass inside a dual pass"):
         fused_jsrr(lambda x: fused_jvp(torch.sin, x, x)[0], state(2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda z, x: z * z * x,
+        lambda z, x: torch.cat((z, x)),
+        lambda z, x: z * x.pow(2),
+        lambda z, x: F.linear(z, x[0]),
+        lambda z, x: z.sin() if x.exp().sum() > 0 else z,
+    ],
+    ids=["product", "list", "waits", "function", "alone"],
+)
+def test_a_pass_whose_block_uses_the_state_of_the_pass_around_it_says_so(use):
+    """Its tangent would be taken for one of the inner direction."""
+
+    def block(x):
+        return x + fused_jvp(lambda z: use(z, x), x.detach(), torch.ones_like(x.detach()))[1].sum()
+
+    with pytest.raises(RuntimeError, match="dual pass inside a dual pass"):
+        fused_jvp(block, state(2, 3, 4), state(2, 3, 4, seed=4))
+
+
+def test_a_pass_at_a_constant_is_one():
+    h, v = state(2, 3, 4), state(2, 3, 4, seed=4)
+    stack = torch.stack((h, torch.ones_like(h)))
+
+    def block(x):
+        y = x * 1.0
+        square, n = y.pow(2), x.detach()  # the square waits
+        _, jn = dual_pass(lambda z: (z * z).sin() * n, stack, (), {})
+        y.add_(1)
+        return square * jn + y
+
+    out, jv = fused_jvp(block, h, v)
+    factor = (h * h).cos() * 2 * h * h
+    torch.testing.assert_close(out, h.square() * factor + h + 1)
+    torch.testing.assert_close(jv, 2 * h * v * factor + v)
+
+
+def test_a_pair_in_a_helper_thread_carries_its_tangent():
+    from concurrent.futures import ThreadPoolExecutor
+
+    def block(x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(torch.sin, x * x).result()
+
+    h, v = state(3, 4), state(3, 4, seed=4)
+    torch.testing.assert_close(fused_jvp(block, h, v)[1], (h * h).cos() * 2 * h * v)
+
+
+def test_functions_of_torch_may_be_replaced_at_any_time(monkeypatch):
+    attention = nn.MultiheadAttention(4, 2, batch_first=True).double()
+    h, v = state(2, 3, 4), state(2, 3, 4, seed=4)
+
+    def block(x):
+        return attention(x, x, x, need_weights=False)[0]
+
+    def causal(q, k, v, *args, **kwargs):
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        hidden = torch.ones(scores.shape[-2:]).triu(1).bool()
+        return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
+
+    def assert_alike():
+        expected = block(h.clone().requires_grad_())
+        torch.testing.assert_close(fused_jvp(block, h, v)[0], expected)
+        return expected
+
+    before = assert_alike()
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", causal)
+        assert not torch.allclose(assert_alike(), before)
+    assert_alike()
 
 
 def test_passes_of_two_threads_leave_nothing_behind():

@@ -78,6 +78,7 @@ class Step:
 
 _inference = torch.is_inference_mode_enabled
 _grad = torch.is_grad_enabled
+_forward_mode = torch._C._is_fwd_grad_enabled
 
 
 def is_narrowed(dtype: torch.dtype, device: torch.device) -> bool:
@@ -193,8 +194,11 @@ def _run(dual: Dual) -> None:
 @contextmanager
 def _as_called(step: Step) -> Iterator[None]:
     """The grad mode in which an op was called. Autocast is off for narrow numbers: under it they
-    would not wait; others it leaves alone."""
+    would not wait; others it leaves alone. Nothing waits in inference mode, nor in the forward of a
+    custom autograd function, where forward mode is off too."""
     with ExitStack() as stack:
+        if not _forward_mode():
+            stack.enter_context(torch.inference_mode(False))
         if step.grad != _grad():
             stack.enter_context(torch.set_grad_enabled(step.grad))
         if is_narrowed(dtype_of(step.of), step.device):
