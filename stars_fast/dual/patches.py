@@ -77,9 +77,10 @@ def _plain_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if cls is torch.utils.checkpoint.CheckpointFunction and state.running is not None:
-        return _without_reentry(*args)
-    if Dual not in map(type, (*args, *kwargs.values())):
+    duals = Dual in map(type, (*args, *kwargs.values()))
+    if cls is torch.utils.checkpoint.CheckpointFunction and (duals or state.running is not None):
+        return _without_reentry(*args)  # also in a region on stacks, where no pass runs
+    if not duals:
         return _unbound_apply.__get__(None, cls)(*args, **kwargs)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _KEEPERS:

@@ -178,12 +178,16 @@ def test_two_processes_have_the_gradients_of_one(kind, tmp_path):
 @pytest.mark.parametrize("kind", NETS)
 def test_recomputation_changes_no_gradient(trained, kind):
     data, found = documents(LENGTHS), []
-    for recompute in (False, True):
+    for recompute, reentrant in ((False, False), (True, False), (True, True)):
         net, turns = NETS[kind](), None if kind == "llama" else 2
-        options = {"gradient_checkpointing": recompute}
+        options = {
+            "gradient_checkpointing": recompute,
+            "gradient_checkpointing_kwargs": {"use_reentrant": reentrant},
+        }
         found.append(trained(net, data, padded("left"), turns=turns, options=options)[1][0])
         assert net.is_gradient_checkpointing == recompute
     assert_same(found[1], found[0], 1e-12)
+    assert_same(found[2], found[0], 1e-12)
 
 
 # -- runs
