@@ -97,7 +97,7 @@ class _Call:
     def smooth(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The floating-point outputs."""
         self(*inputs)
-        smooth = tuple(out for out in self.outputs if _is_smooth(out))
+        smooth = tuple(out for out in self.outputs if is_smooth(out))
         if not smooth:
             raise _ValueOnly
         return smooth
@@ -191,7 +191,7 @@ class _OneOp(torch.autograd.Function):
             inputs = map(forward_ad.make_dual, primals, tangents)
             smooth = call.smooth(*inputs, *values[call.smooth_inputs :])
             pairs = [forward_ad.unpack_dual(out) for out in smooth]
-            call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
+            call.outputs = [None if is_smooth(out) else out for out in call.outputs]
         call.check(values, versions, pairs)
         call.views = _views(values, primals[: call.stacks], [pair.primal for pair in pairs])
         packed = [
@@ -293,5 +293,6 @@ class _ValueOnly(Exception):
     """The op has no floating-point output: it is a question about values."""
 
 
-def _is_smooth(value: Any) -> bool:
+def is_smooth(value: Any) -> bool:
+    """Whether a value is a tensor that can have a tangent."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -417,6 +417,67 @@ def test_views_taken_before_the_first_write_see_it():
     assert_matches_differences(block, numbers(3, 4))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda z: torch.zeros(3, 3, dtype=z.dtype),
+        lambda z: torch.zeros_like(z),
+        lambda z: z.new_zeros(z.shape),
+        lambda z: z.real.new_zeros(z.shape, dtype=z.dtype),
+    ],
+)
+def test_complex_tensors_can_be_filled(make):
+    """As the spectra of Fourier layers are."""
+    weight = numbers(2, 2, seed=8).requires_grad_()
+
+    def block(h):
+        z = torch.fft.rfft(h)
+        out = make(z)
+        out[:, :2] = torch.einsum("bi,ik->bk", z[:, :2], weight * (1 + 2j))
+        return torch.fft.irfft(out, n=4)
+
+    assert_matches_differences(block, numbers(3, 4), [weight])
+
+
+def test_parts_of_a_complex_tensor_see_the_first_write():
+    def block(h):
+        whole = torch.zeros(3, 4, dtype=torch.cdouble)
+        turned, real, pairs = whole.mT.conj(), whole.real, torch.view_as_real(whole)
+        pairs[:2, :, 0] = h[:2].sin()
+        turned[:, 2] = torch.complex(h[2], h[0])
+        return (turned.mH * whole).real + real * whole.imag
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
+def test_a_tensor_that_is_seen_in_another_dtype_is_not_filled():
+    def block(h):
+        made = torch.zeros(3, 4, dtype=h.dtype)
+        bits = made.view(torch.float32)
+        made[0] = h[0]
+        return made, bits
+
+    with pytest.raises(RuntimeError, match="plain tensor"):
+        fused_jvp(block, numbers(3, 4), numbers(3, 4))
+
+
+def in_place_of_complex(name):
+    return written(lambda y: getattr(torch.view_as_complex(y.view(3, 2, 2)), f"{name}_")())
+
+
+@pytest.mark.parametrize("name", "exp tanh log sqrt sigmoid square asin".split())
+def test_in_place_functions_of_complex_numbers_are_exact(name):
+    assert_matches_differences(in_place_of_complex(name), numbers(3, 4))
+
+
+@pytest.mark.parametrize("f", [torch.exp, torch.log, lambda input: torch.logsumexp(input, -1)])
+def test_functions_of_complex_numbers_take_them_by_name(f):
+    def block(h):
+        return h * f(input=torch.complex(h, h + 1)).real.mean()
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
 def test_weights_can_be_cloned_and_filled():
     weight = numbers(3, 4, seed=8).requires_grad_()
 

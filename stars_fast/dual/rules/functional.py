@@ -60,7 +60,7 @@ def _register_pointwise() -> None:
             return Dual(in_memory_order(lambda x: ops.pointwise(x, _name, dtype), input.stack))
 
         add_rule(name, "fused", handler)
-        add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler))
+        add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler), real=True)
 
 
 _register_pointwise()
@@ -73,7 +73,7 @@ def _register_activation(name: str) -> None:
         return assign(name, input, result) if inplace else result
 
     add_rule(name, "fused", handler)
-    add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler))
+    add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler), real=True)
 
 
 _register_activation("silu")
@@ -91,7 +91,7 @@ def _register_careful(name: str, *names: str) -> None:
 
     for each in (name, *names):
         add_rule(name, "fused", handler, each)
-        add_rule(f"{each}_", "in-place", in_place_form(f"{each}_", handler))
+        add_rule(f"{each}_", "in-place", in_place_form(f"{each}_", handler), real=True)
 
 
 for _names in (

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
-from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.forward_ad import is_smooth, jvp
 from stars_fast.dual.layout import in_eager
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
@@ -187,7 +187,7 @@ def _fresh(name: str, target: Callable[..., Any]) -> Callable[..., Any]:
             if type(fill) is Dual:
                 dropped(f"fill value in {name}", fill)
         value = plain(*args, **kwargs)
-        return Dual.join(value, torch.zeros_like(value)) if value.is_floating_point() else value
+        return Dual.join(value, torch.zeros_like(value)) if is_smooth(value) else value
 
     return answer
 
