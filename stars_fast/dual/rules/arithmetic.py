@@ -240,7 +240,7 @@ def fill_diagonal_(input: Dual, fill_value: Any, wrap: bool = False) -> Dual:
 # -- matrix products
 
 
-@rule("matmul", "__matmul__", "bmm", "mm", "mv", "dot", kind="stacked")
+@rule("matmul", "__matmul__", "bmm", "mm", kind="stacked")
 def matmul(input: Any, other: Any) -> Any:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     if a_dot is not None and b_dot is not None:
@@ -254,6 +254,23 @@ def matmul(input: Any, other: Any) -> Any:
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), other).squeeze(-2)
     return Dual(a @ align(other.stack, a.dim()))
+
+
+def _register_vector_products() -> None:
+    """mv and dot, to which autocast does other things than to matmul."""
+    for name in ("mv", "dot"):
+        func = getattr(torch, name)
+
+        def handler(input: Any, other: Any, _func: Any = func) -> Dual:
+            (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
+            terms = ((a_dot, b), (a, b_dot))
+            products = [_func(x, y) for x, y in terms if x is not None and y is not None]
+            return Dual.join(_func(a, b), sum(products[1:], start=products[0]))
+
+        add_rule(name, "product", handler)
+
+
+_register_vector_products()
 
 
 @rule("__rmatmul__", kind="stacked")
@@ -274,9 +291,14 @@ def _add_product(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
     return product + (input * beta if beta != 1 else input)
 
 
-@rule("addmm", "baddbmm", "addmv", kind="stacked", inplace=True)
+@rule("addmm", "baddbmm", kind="stacked", inplace=True)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     return _add_product(input, torch.matmul(mat1, mat2), beta, alpha)
+
+
+@rule("addmv", kind="stacked", inplace=True)
+def addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _add_product(input, torch.mv(mat, vec), beta, alpha)
 
 
 @rule("addbmm", kind="stacked")

@@ -334,6 +334,12 @@ def batch_norm(
 # -- attention
 
 
+def _as_factor(x: Any) -> Any:
+    """x in the dtype in which eager multiplies it with a matrix: under autocast that of 16 bits, of
+    fp64 its own."""
+    return x.to(eager_dtype(lambda x: x @ x.mT, x, (0, 1)))
+
+
 def _lift(x: Any) -> Tensor:
     return x.stack if type(x) is Dual else torch.stack((x, torch.zeros_like(x)))
 
@@ -343,12 +349,13 @@ def _unfused_attention(
 ) -> Any:
     """From the parts, for what the fused op leaves out: dropout, a mask with a gradient or a
     tangent, inputs of unusual rank. Fully masked rows give 0; 16-bit inputs compute in fp32."""
-    dtype = eager_dtype(lambda x: x @ x.mT, q, (0, 1))
+    q, k, v = map(_as_factor, (q, k, v))
+    dtype = q.dtype
     if gqa:
         groups = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     with no_autocast(q):
-        q, k, v = (widen(x.to(dtype)) for x in (q, k, v))
+        q, k, v = map(widen, (q, k, v))
         # Half of the scale each, as eager: neither input is kept, so both may be written to.
         root = abs(scale) ** 0.5
         s = (q * math.copysign(root, scale)) @ (k * root).mT
@@ -421,10 +428,7 @@ def scaled_dot_product_attention(
             f"scaled_dot_product_attention: query has {query.shape[1]} heads and key "
             f"{key.shape[1]}; pass enable_gqa=True for grouped heads"
         )
-    q, k, v = _lift(query), _lift(key), _lift(value)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (_as_factor(_lift(x)) for x in (query, key, value))
     if query.dim() == 3:
         q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
         if attn_mask is not None and attn_mask.dim() == 3:
