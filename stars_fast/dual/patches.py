@@ -88,7 +88,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             "be computed; define one, or use plain torch functions there"
         )
     report(cls.__qualname__, "fallback")
-    return jvp(lambda *inputs: _plain_apply(cls, *inputs), name, args, kwargs)
+    run = lambda *inputs: _plain_apply(cls, *inputs)  # noqa: E731
+    return jvp(run, name, args, kwargs, may_leave_out=True)
 
 
 def _pass_through(cls: Any, args: tuple) -> Any:

@@ -129,6 +129,15 @@ def test_detach_gives_a_constant_as_under_torch_func():
     check(lambda h: h * h.detach().sin(), 3, 4)
 
 
+def test_overloads_of_aten_that_give_constants():
+    for detach in (torch.ops.aten.detach, torch.ops.aten.detach.default):
+        dual = pair(3)
+        assert torch.equal(detach(dual), dual.primal)
+    for like in (torch.ops.aten.zeros_like, torch.ops.aten.zeros_like.default):
+        check(lambda h, like=like: like(h).copy_(h.sin()) * h, 3, 4)
+    check(lambda h: h * h + torch.ops.aten.new_full(h, (4,), 2.0), 3, 4)
+
+
 def test_a_block_that_forgets_h_is_an_error():
     with pytest.raises(TypeError, match="constant tensor"):
         fused_jsrr(lambda h: h.detach() * 2, state(2, 3, 4))
@@ -192,6 +201,38 @@ class Opaque(torch.autograd.Function):
 def test_a_custom_function_with_a_jvp_is_exact():
     check(lambda h: Cube.apply(h.sin()) * h, 3, 4)
     assert "Cube" in explain(lambda h: Cube.apply(h), state(3, 4)).fallbacks
+
+
+class Rounding(torch.autograd.Function):
+    """x^3 and, as a constant, x rounded."""
+
+    @staticmethod
+    def forward(x):
+        return x**3, x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+    @staticmethod
+    def jvp(ctx, x_dot):
+        return 3 * ctx.saved_tensors[0] ** 2 * x_dot, None
+
+
+def test_what_a_custom_function_marks_is_a_constant():
+    def block(h):
+        cube, rounded = Rounding.apply(h)
+        assert type(rounded) is torch.Tensor
+        return cube * rounded
+
+    check(block, 3, 4)
+    check(lambda h: h * Rounding.apply(h)[1], 3, 4)
 
 
 def test_a_custom_function_without_one_is_named():

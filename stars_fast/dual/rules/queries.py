@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -155,6 +155,14 @@ def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
     return input.stack.register_hook(hook)
 
 
+def _ops_named(*names: str) -> Iterator[Any]:
+    """torch.ops.aten.name and its overloads."""
+    for name in names:
+        packet = getattr(torch.ops.aten, name)
+        yield packet
+        yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
 @rule("detach", kind="primal")
 def detach(input: Dual) -> Tensor:
     """A constant, as under torch.func.jvp: its tangent is zero. Nested checkpoints keep the inputs
@@ -162,6 +170,10 @@ def detach(input: Dual) -> Tensor:
     if torch_keeps():
         return Dual(input.stack.detach().requires_grad_(input.stack.requires_grad))
     return input.stack[0].detach()
+
+
+for _op in _ops_named("detach"):
+    RULES[_op] = Rule("detach", "primal", detach)
 
 
 @rule("data", kind="primal")
@@ -194,7 +206,7 @@ def _fresh(name: str, target: Callable[..., Any]) -> Callable[..., Any]:
 
 def _register_fresh() -> None:
     for name in _FRESH:
-        for target in objects_named(name):
+        for target in (*objects_named(name), *_ops_named(name)):
             RULES[target] = Rule(name, "stacked", _fresh(name, target))
 
 
