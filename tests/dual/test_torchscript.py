@@ -69,8 +69,9 @@ def in_loops(x: Tensor, turns: int) -> Tensor:
 
 
 def of_shapes(x: Tensor) -> Tensor:
-    halves = x.reshape(x.shape[:-1] + [2, 2]).flatten(-2) * max(x.size(0), 3)
-    return halves.view([x.size(0)] + list(x.shape[1:])) + x.view([1] * 2 + list(x.shape))[0, 0]
+    sizes = x.shape[:-1]
+    y = x.reshape(sizes + [2, 2]).flatten(-2) * max(x.size(0), 3)  # noqa: RUF005
+    return y.view([x.size(0)] + sizes[1:] + [4]) + x.view([1] * 2 + list(x.shape))[0, 0]  # noqa: RUF005
 
 
 def with_literals(x: Tensor) -> Tensor:
