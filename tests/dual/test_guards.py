@@ -339,6 +339,14 @@ def test_a_mask_that_depends_on_h():
     check(lambda h: attend(h, attn_mask=h[:, None, :, :5].tanh()), 2, 5, 24)
 
 
+def test_attention_of_grouped_heads_without_a_batch():
+    def block(h):
+        q, k, v = h.view(5, 8, 3).transpose(0, 1).split((4, 2, 2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    check(block, 5, 24)
+
+
 @pytest.mark.parametrize("shape", [(5, 24), (3, 2, 5, 24)], ids=["2-d", "4-d-batch"])
 def test_attention_of_unusual_rank(shape):
     def block(h):
@@ -387,6 +395,11 @@ def test_heads_that_do_not_fit_are_named():
     "f",
     [
         lambda h: h.sum(axis=-1, keepdims=True) * h,
+        lambda h: torch.swapaxes(h.sin(), axis0=0, axis1=1).swapaxes_(axis0=0, axis1=1) * h,
+        lambda h: torch.cat(h.sin().tensor_split(indices=(1,), dim=1)[::-1], 1),
+        lambda h: torch.cat(h.sin().tensor_split(sections=2, dim=1)[::-1], 1),
+        lambda h: torch.split_with_sizes(h, split_sizes=[1, 3], dim=1)[1].sin(),
+        lambda h: h.clone().addmm_(mat1=h[:, :3], mat2=h.sin()),
         lambda h: torch.cat((h, 2 * h), axis=0),
         lambda h: torch.mm(h, mat2=h.mT.tanh()),
         lambda h: torch.ones_like(h).expand_as(h) * h + torch.ones(4, dtype=h.dtype).expand_as(h),

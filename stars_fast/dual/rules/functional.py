@@ -416,7 +416,7 @@ def scaled_dot_product_attention(
         )
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    needs_parts = dropout_p > 0 or not 3 <= query.dim() <= 4
+    needs_parts = dropout_p > 0 or query.dim() not in ((4,) if enable_gqa else (3, 4))
     if isinstance(attn_mask, Tensor):
         needs_parts = needs_parts or type(attn_mask) is Dual or attn_mask.requires_grad
     order = _order_of_attention(query, key, value, attn_mask, dropout_p, enable_gqa)

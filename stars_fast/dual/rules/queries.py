@@ -195,7 +195,8 @@ def _fresh(name: str, target: Callable[..., Any]) -> Callable[..., Any]:
     plain = _by_primal(target)
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        for fill in (*args[1:], *kwargs.values()):
+        fills = {key: value for key, value in kwargs.items() if key != "input"}
+        for fill in (*args[1:], *fills.values()):
             if type(fill) is Dual:
                 dropped(f"fill value in {name}", fill)
         value = plain(*args, **kwargs)
