@@ -44,6 +44,9 @@ _PURE = frozenset(
     for target in objects_named(name)
 )
 
+# What makes a tensor of anything, tensors too.
+_OF_DATA = frozenset((torch.tensor, torch.as_tensor))
+
 _count_modes = torch._C._len_torch_function_stack
 packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -86,6 +89,8 @@ class Pass(TorchFunctionMode):
         elif func not in _PURE or kwargs:
             if getattr(func, "__name__", "") == "__set__" and type(args[1]) is Dual:
                 return respond(func, types, args, {})  # torch asks the tensor that is set alone
+            if func in _OF_DATA and args and type(args[0]) is Dual:
+                return respond(func, types, args, kwargs or {})  # torch asks no tensor
             settle_all()
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor:

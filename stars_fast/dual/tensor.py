@@ -132,9 +132,10 @@ class Dual(torch.Tensor):
             pair.unpacked = True
             return pair
         raise RuntimeError(
-            f"stars_fast: {func} reached a Dual below its rules (TorchScript, or a region where "
-            "torch functions are disabled), where its tangent would be lost; call the op from "
-            "Python code, outside DisableTorchFunction"
+            f"stars_fast: {func} reached a Dual below its rules, where its tangent would be lost: "
+            "in torch.vmap or a transform of torch.func (write the batched form or the derivative "
+            "out, with torch functions), or in TorchScript or where torch functions are disabled "
+            "(call the op from Python code, outside DisableTorchFunction)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -25,6 +25,7 @@ DROPS = {
     "max of a row": lambda x: x * max(x[0, 0]).item(),
     "full_like": lambda x: x * torch.full_like(x, x.mean()),
     "new_full": lambda x: x * x.new_full((4,), x.mean()),
+    "tensor": lambda x: x * torch.tensor(x.mean()),
     "new_tensor": lambda x: x * x.new_tensor(x.mean()),
 }
 

@@ -139,6 +139,11 @@ def dropout(input: Dual, p: float = 0.5, training: bool = True, inplace: bool = 
 # -- softmax
 
 
+def _default_dim(input: Dual) -> int:
+    """The dimension of a softmax that names none, as torch.nn.functional chooses it."""
+    return 0 if input.dim() in (0, 1, 3) else 1
+
+
 @rule("softmax", kind="fused")
 def softmax_rule(
     input: Dual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -148,7 +153,7 @@ def softmax_rule(
     if dtype is None:
         dtype = eager_dtype(lambda x: torch.softmax(x, -1), input.stack, (0, 1))
     if dim is None:
-        raise ValueError("softmax: dim: expected an integer, got None")
+        dim = _default_dim(input)
     if input.stack.dim() == 1:
         return jvp(torch.softmax, "softmax", (input, dim), {"dtype": dtype})
     axis = shift(dim, input.stack)
@@ -166,7 +171,7 @@ def log_softmax_rule(
     if dtype is None:
         dtype = eager_dtype(lambda x: torch.log_softmax(x, -1), input.stack, (0, 1))
     if dim is None:
-        raise ValueError("log_softmax: dim: expected an integer, got None")
+        dim = _default_dim(input)
     if input.stack.dim() == 1:
         return jvp(torch.log_softmax, "log_softmax", (input, dim), {"dtype": dtype})
     axis = shift(dim, input.stack)

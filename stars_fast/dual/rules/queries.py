@@ -85,6 +85,18 @@ def new_tensor(input: Any, data: Any, **kwargs: Any) -> Tensor:
     return primal_of(input).new_tensor(data, **kwargs)
 
 
+@rule("tensor", kind="primal", owners=(torch,))
+def tensor(data: Dual, **kwargs: Any) -> Tensor:
+    dropped("tensor", data)
+    return torch.tensor(data.stack[0].detach(), **kwargs)
+
+
+@rule("as_tensor", kind="stacked", owners=(torch,))
+def as_tensor(data: Dual, dtype: Any = None, device: Any = None) -> Any:
+    given = {"dtype": dtype, "device": device}
+    return data.to(**{key: value for key, value in given.items() if value is not None})
+
+
 @rule("__format__", kind="primal")
 def format_(input: Dual, format_spec: str) -> str:
     return format(input.stack[0], format_spec)
@@ -148,6 +160,15 @@ def grad(input: Dual) -> None:
     return None
 
 
+@rule("grad", kind="primal", owners=(torch.autograd,))
+def autograd_grad(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "stars_fast: torch.autograd.grad of a tensor with a tangent: the derivative would have "
+        "none; write it out with torch functions, or detach what it is taken by where a constant "
+        "is meant"
+    )
+
+
 @rule("register_hook", kind="primal")
 def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The hook sees the gradient of the stack, [2, ...]: when backward comes by is what wrappers
@@ -158,9 +179,10 @@ def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
 def _ops_named(*names: str) -> Iterator[Any]:
     """torch.ops.aten.name and its overloads."""
     for name in names:
-        packet = getattr(torch.ops.aten, name)
-        yield packet
-        yield from (getattr(packet, overload) for overload in packet.overloads())
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            yield packet
+            yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
 @rule("detach", kind="primal")
@@ -187,7 +209,7 @@ def data(input: Dual) -> Tensor:
 # can be written into it.
 _FRESH = """
     zeros_like empty_like ones_like full_like rand_like randn_like
-    new_zeros new_empty new_ones new_full
+    new_zeros new_empty new_ones new_full new
 """.split()
 
 
@@ -214,6 +236,16 @@ def _register_fresh() -> None:
 _register_fresh()
 
 
+@rule("requires_grad_", kind="primal")
+def requires_grad_(input: Dual, requires_grad: bool = True) -> Dual:
+    if input.stack.requires_grad and not requires_grad:
+        raise RuntimeError(
+            "stars_fast: requires_grad_(False) of a tensor with a tangent, which is no leaf; use "
+            "detach()"
+        )
+    return input  # nothing asks a pair for a gradient of its own
+
+
 def _refuse(names: str, reason: str) -> None:
     for name in names.split():
 
@@ -228,7 +260,6 @@ _refuse("data_ptr", "it has no memory of its own; compiled kernels need a rule")
 _refuse("untyped_storage", "it has no storage of its own")
 _refuse("set_", "in-place set_ can't carry it")
 _refuse("resize_", "in-place resize_ can't carry it")
-_refuse("requires_grad_", "in-place requires_grad_ is for leaves; pass h that requires grad")
 _refuse(
     "as_strided as_strided_ as_strided_copy as_strided_scatter",
     "it counts in the memory of a tensor, and a pair has two; use indexing or view",
