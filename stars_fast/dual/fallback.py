@@ -7,18 +7,19 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.in_place import assign, check_writable
 from stars_fast.dual.registry import LIBRARY_RULES, fallback, report
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.tensor import Dual, primal_of
 
 # In-place ops that overwrite with what has no derivative.
 _DRAWS = """
     normal_ uniform_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_
 """.split()
 # In-place ops that change what the tensor is, not what it holds.
-_RESHAPING = "resize_ resize_as_ set_ detach_ rename_ as_strided_ requires_grad_".split()
+_RESHAPING = "resize_ resize_as_ set_ detach_ rename_ as_strided_".split()
 
 # Modules of torch whose functions are written in Python, out of other torch functions.
 _COMPOSED = {"torch.nn.functional", "torch.functional"}
@@ -137,7 +138,7 @@ def _inplace_overload(name: str, short: str, args: tuple, kwargs: dict) -> Any:
     return method(*args, **kwargs)
 
 
-def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Dual:
+def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Any:
     owners = (torch.Tensor, torch, torch.nn.functional)
     forms = (getattr(owner, short[:-1], None) for owner in owners)
     out_of_place = next(filter(callable, forms), None)
@@ -148,10 +149,20 @@ def _inplace(func: Any, name: str, short: str, args: tuple, kwargs: dict) -> Dua
     if short in _RESHAPING or not known or not args or not isinstance(args[0], torch.Tensor):
         raise RuntimeError(f"stars_fast: no rule for in-place {name}; use the out-of-place form")
     target: Any = args[0]
+    if out_of_place is None or draws:
+        return _draw(func, name, target, args[1:], kwargs)
     check_writable(name, target)
     report(name, "fallback")
-    if draws or out_of_place is None:
-        func(target.stack[0], *args[1:], **kwargs)
-        target.stack[1].zero_()
-        return target
     return assign(name, target, out_of_place(Dual(target.stack.clone()), *args[1:], **kwargs))
+
+
+def _draw(func: Any, name: str, target: Any, args: tuple, kwargs: dict) -> Any:
+    """Overwrite a tensor by a draw, which has no derivative by what it is drawn from."""
+    args, kwargs = tree_map(primal_of, (args, kwargs))
+    if type(target) is not Dual:
+        return func(target, *args, **kwargs)
+    check_writable(name, target)
+    report(name, "fallback")
+    func(target.stack[0], *args, **kwargs)
+    target.stack[1].zero_()
+    return target

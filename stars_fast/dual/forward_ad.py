@@ -59,8 +59,10 @@ class _Call:
     the others, which are kept among the saved tensors so that a later write to them is noticed.
     """
 
-    def __init__(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> None:
-        self.func, self.name = func, name
+    def __init__(
+        self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict, may_leave_out: bool
+    ) -> None:
+        self.func, self.name, self.may_leave_out = func, name, may_leave_out
         self.leaves, self.spec = tree_flatten((args, kwargs))
         tensors = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         duals = [i for i in tensors if type(self.leaves[i]) is Dual]
@@ -95,12 +97,18 @@ class _Call:
             self.outputs, self.out_spec = tree_flatten(self.func(*args, **kwargs))
 
     def smooth(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The floating-point outputs."""
+        """The floating-point outputs, but for constants."""
         self(*inputs)
-        smooth = tuple(out for out in self.outputs if _is_smooth(out))
+        smooth = tuple(filter(self.has_tangent, self.outputs))
         if not smooth:
             raise _ValueOnly
         return smooth
+
+    def has_tangent(self, out: Any) -> bool:
+        """Whether an output has a tangent, or lacks one that it should have."""
+        if not is_smooth(out):
+            return False
+        return not self.may_leave_out or forward_ad.unpack_dual(out).tangent is not None
 
     @contextmanager
     def same_draws(self) -> Iterator[None]:
@@ -191,7 +199,7 @@ class _OneOp(torch.autograd.Function):
             inputs = map(forward_ad.make_dual, primals, tangents)
             smooth = call.smooth(*inputs, *values[call.smooth_inputs :])
             pairs = [forward_ad.unpack_dual(out) for out in smooth]
-            call.outputs = [None if _is_smooth(out) else out for out in call.outputs]
+            call.outputs = [None if call.has_tangent(out) else out for out in call.outputs]
         call.check(values, versions, pairs)
         call.views = _views(values, primals[: call.stacks], [pair.primal for pair in pairs])
         packed = [
@@ -246,13 +254,19 @@ def _part(grad: Tensor | None, half: int, x: Tensor) -> Tensor:
     return torch.zeros_like(x) if part is None else part.detach()
 
 
-def jvp(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
+def jvp(
+    func: Callable[..., Any], name: str, args: tuple, kwargs: dict, *, may_leave_out: bool = False
+) -> Any:
     """Run one op on Duals: floating-point outputs become Duals, others stay plain.
+
+    Args:
+        may_leave_out: whether an output without a tangent is meant as a constant, as
+            `mark_non_differentiable` says.
 
     Raises:
         RuntimeError: torch has no forward derivative for the op, named by `name`.
     """
-    call = _Call(func, name, args, kwargs)
+    call = _Call(func, name, args, kwargs, may_leave_out)
     try:
         if torch.is_inference_mode_enabled():
             # Forward mode is off for inference tensors.
@@ -293,5 +307,6 @@ class _ValueOnly(Exception):
     """The op has no floating-point output: it is a question about values."""
 
 
-def _is_smooth(value: Any) -> bool:
+def is_smooth(value: Any) -> bool:
+    """Whether a value is a tensor that can have a tangent."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,7 @@ def in_place_form(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
     """The in-place form of a rule. It works on a copy of the stack: what the rule saves for its
     backward must survive the write."""
 
+    @functools.wraps(handler)
     def apply(input: Any, *args: Any, **kwargs: Any) -> Dual:
         check_writable(name, input)
         return assign(name, input, handler(Dual(input.stack.clone()), *args, **kwargs))

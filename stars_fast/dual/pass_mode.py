@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from stars_fast.dual.dropped import dropped
+from stars_fast.dual.forward_ad import is_smooth
 from stars_fast.dual.layout import order_of, stack_pair
 from stars_fast.dual.registry import may_write, objects_named
 from stars_fast.dual.running import running_pass, settle_all, state
@@ -42,6 +43,9 @@ _PURE = frozenset(
     """.split()
     for target in objects_named(name)
 )
+
+# What makes a tensor of anything, tensors too.
+_OF_DATA = frozenset((torch.tensor, torch.as_tensor))
 
 _count_modes = torch._C._len_torch_function_stack
 packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -87,6 +91,8 @@ class Pass(TorchFunctionMode):
         elif func not in _PURE or kwargs:
             if getattr(func, "__name__", "") == "__set__" and type(args[1]) is Dual:
                 return respond(func, types, args, {})  # torch asks the tensor that is set alone
+            if func in _OF_DATA and args and type(args[0]) is Dual:
+                return respond(func, types, args, kwargs or {})  # torch asks no tensor
             settle_all()
         result = func(*args, **(kwargs or {}))
         if type(result) is Tensor:
@@ -109,7 +115,7 @@ class Pass(TorchFunctionMode):
 
     def _note(self, func: Any, tensor: Any, args: tuple) -> None:
         """Keep in mind a tensor that is made here, or a view of one."""
-        if type(tensor) is not Tensor or not tensor.is_floating_point() or not tensor.numel():
+        if type(tensor) is not Tensor or not is_smooth(tensor) or not tensor.numel():
             return
         place = _address(tensor)
         if place is None:
@@ -143,18 +149,16 @@ class Pass(TorchFunctionMode):
         root = target if target._base is None else target._base
         order = order_of(root)
         flat = root if order is None else root.permute(order)
-        if not flat.is_contiguous() or root.storage_offset() or root.dtype != target.dtype:
+        if not flat.is_contiguous() or root.storage_offset():
+            return False
+        if not all(_is_view_of(tensor, root) for tensor in family):
             return False
         del self._made[place]
         stack = stack_pair(root, torch.zeros_like(root))
         with torch.no_grad():
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
         for tensor in family:
-            shape, stride = (2, *tensor.shape), (root.numel(), *tensor.stride())
-            whole = tensor.shape == root.shape and tensor.stride() == root.stride()
-            self._become_dual(
-                tensor, stack if whole else stack.as_strided(shape, stride, tensor.storage_offset())
-            )
+            self._become_dual(tensor, _same_view(stack, tensor))
         return True
 
     def _become_dual(self, tensor: Tensor, stack: Tensor) -> None:
@@ -162,6 +166,22 @@ class Pass(TorchFunctionMode):
         tensor.stack = stack  # type: ignore[attr-defined]
         tensor.turned = True  # type: ignore[attr-defined]
         tensor.owner = self  # type: ignore[attr-defined]
+
+
+def _is_view_of(tensor: Tensor, root: Tensor) -> bool:
+    """Whether a tensor that shares the memory of root can share that of its pair: one of its dtype,
+    or real or imaginary parts."""
+    return not tensor.is_neg() and root.dtype in (tensor.dtype, tensor.dtype.to_complex())
+
+
+def _same_view(stack: Tensor, tensor: Tensor) -> Tensor:
+    """What `tensor` is of the primal's memory, of that of both halves."""
+    if tensor.dtype != stack.dtype:
+        stack = torch.view_as_real(stack)
+    shape, stride = (2, *tensor.shape), (stack.stride(0), *tensor.stride())
+    if (shape, stride) != (stack.shape, stack.stride()):
+        stack = stack.as_strided(shape, stride, tensor.storage_offset())
+    return stack.conj() if tensor.is_conj() else stack
 
 
 def _write_values(func: Any, args: tuple, kwargs: dict) -> Any:

@@ -94,7 +94,8 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             "be computed; define one, or use plain torch functions there"
         )
     report(cls.__qualname__, "fallback")
-    return jvp(functools.partial(_plain_apply, cls), name, args, kwargs)
+    run = functools.partial(_plain_apply, cls)
+    return jvp(run, name, args, kwargs, may_leave_out=True)
 
 
 def _pass_through(cls: Any, args: tuple) -> Any:

@@ -20,11 +20,13 @@ OWNERS = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 
 @dataclass(frozen=True)
 class Rule:
-    """`kind` is what `explain` prints: fused, stacked, product, primal, in-place or fallback."""
+    """`kind` is what `explain` prints: fused, stacked, product, primal, in-place or fallback. With
+    `real` the rule holds for real numbers alone."""
 
     name: str
     kind: str
     handler: Callable[..., Any]
+    real: bool = False
 
     def accepts(self, args: tuple, kwargs: dict) -> bool:
         """Whether the handler can be called like this."""
@@ -100,11 +102,13 @@ def add_rule(
     handler: Callable[..., Any],
     *names: str,
     owners: Sequence[Any] = OWNERS,
+    real: bool = False,
 ) -> None:
-    """Register `handler` under `name` and under each of `names`."""
+    """Register `handler` under `name` and under each of `names`; with `real`, as all fused rules,
+    for real numbers alone."""
     for each in (name, *names):
         for target in objects_named(each, owners):
-            RULES[target] = Rule(name, kind, handler)
+            RULES[target] = Rule(name, kind, handler, real or kind == "fused")
 
 
 _writers: dict[Any, bool] = {}

@@ -2,8 +2,8 @@
 
 Their interpreter does not ask for `__torch_function__`: on a Dual it would run below the rules. So
 the compiled graph runs here, op by op, each op answered as any other of the block. Ops without side
-effects, branches and lists are known; the rest is refused by name: writes into tensors and lists,
-loops, calls of Python, random draws but dropout.
+effects, branches, loops and lists are known; the rest is refused by name: writes into tensors and
+lists, calls of Python, random draws but dropout.
 """
 
 from __future__ import annotations
@@ -19,8 +19,27 @@ from torch.utils._pytree import tree_leaves
 
 from stars_fast.dual.tensor import Dual, primal_of
 
+
+def _tensor(data: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:
+    """torch.tensor as the interpreter has it: it makes the tensor first and casts it then."""
+    made = torch.tensor(data, device=device)
+    made = made if dtype is None else torch.ops.aten.to.dtype(made, dtype)
+    return made.requires_grad_(requires_grad)
+
+
+def _attention(*args: Any) -> Any:
+    *others, scale, enable_gqa = args
+    return F.scaled_dot_product_attention(*others, scale=scale, enable_gqa=enable_gqa)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::dropout": F.dropout,
+    "aten::scaled_dot_product_attention": _attention,
+    "aten::tensor": _tensor,
+    "aten::add.t": operator.add,
+    "aten::list.t": list,
+    "aten::mul.left_t": operator.mul,
+    "aten::slice.t": lambda values, *bounds: values[slice(*bounds)],
     "aten::__getitem__": operator.getitem,
     "aten::__is__": operator.is_,
     "aten::__isnot__": operator.is_not,
@@ -32,11 +51,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "prim::TupleUnpack": tuple,
     "prim::TupleIndex": operator.getitem,
     "prim::NumToTensor": torch.tensor,
+    "prim::Uninitialized": lambda: None,
+    "prim::min": min,
+    "prim::max": max,
     "prim::unchecked_cast": lambda value: value,
     "prim::dtype": lambda x: x.dtype,
     "prim::device": lambda x: x.device,
 }
-"""Kinds of nodes that are no ops, or are better called otherwise: what answers them."""
+"""Kinds of nodes that are no ops, or are better called otherwise, or ops on lists of any type, by
+their overload: what answers them."""
 
 _READS = frozenset("item tolist Float Int Complex FloatImplicit IntImplicit ScalarImplicit".split())
 """Ops that make numbers of the values of a tensor."""
@@ -128,6 +151,8 @@ def _run(script: Any, block: Any, values: dict[str, Any]) -> list[Any]:
         if kind == "prim::If":
             then, otherwise = node.blocks()
             found = _run(script, then if inputs[0] else otherwise, values)
+        elif kind == "prim::Loop":
+            found = _turns(script, node, inputs, values)
         elif kind == "prim::RaiseException":
             raise RuntimeError(str(inputs[0]))
         else:
@@ -137,16 +162,31 @@ def _run(script: Any, block: Any, values: dict[str, Any]) -> list[Any]:
     return [values[value.debugName()] for value in block.outputs()]
 
 
+def _turns(script: Any, node: Any, inputs: list[Any], values: dict[str, Any]) -> list[Any]:
+    """The results of a loop."""
+    (body,) = node.blocks()
+    names = [value.debugName() for value in body.inputs()]
+    limit, goes_on, *carried = inputs
+    turn = 0
+    while goes_on and turn < limit:
+        values.update(zip(names, (turn, *carried), strict=True))
+        goes_on, *carried = _run(script, body, values)
+        turn += 1
+    return carried
+
+
 def _answer(script: Any, node: Any, kind: str, inputs: list[Any]) -> Any:
     """The result of a node."""
     if kind == "prim::Constant":
         return node.output().toIValue()
-    return _FUNCTIONS[kind](*inputs) if kind in _FUNCTIONS else _call(script, node, inputs)
+    overload = node.schema().partition("(")[0]
+    known = _FUNCTIONS.get(kind) or _FUNCTIONS.get(overload)
+    return _call(script, node, overload, inputs) if known is None else known(*inputs)
 
 
-def _call(script: Any, node: Any, inputs: list[Any]) -> Any:
+def _call(script: Any, node: Any, overload: str, inputs: list[Any]) -> Any:
     """The result of an op."""
-    library, _, name = node.schema().partition("(")[0].partition("::")
+    library, _, name = overload.partition("::")
     name, _, overload = name.partition(".")
     packet = getattr(getattr(torch.ops, library), name, None) if library == "aten" else None
     op = getattr(packet, overload or "default", None)

@@ -139,9 +139,10 @@ class Dual(torch.Tensor):
             pair.unpacked = True
             return pair
         raise RuntimeError(
-            f"stars_fast: {func} reached a Dual below its rules (TorchScript, or a region where "
-            "torch functions are disabled), where its tangent would be lost; call the op from "
-            "Python code, outside DisableTorchFunction"
+            f"stars_fast: {func} reached a Dual below its rules, where its tangent would be lost: "
+            "in torch.vmap or a transform of torch.func (write the batched form or the derivative "
+            "out, with torch functions), or in TorchScript or where torch functions are disabled "
+            "(call the op from Python code, outside DisableTorchFunction)"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -211,7 +212,7 @@ def answer(func: Any, args: tuple, kwargs: dict) -> Any:
 
 def _by_rule(func: Any, args: tuple, kwargs: dict) -> Any:
     found = RULES.get(func)
-    if found is None or kwargs.get("out") is not None or _is_complex_for(found, args):
+    if found is None or kwargs.get("out") is not None or _is_complex_for(found, args, kwargs):
         return answer_without_rule(func, args, kwargs)
     try:
         result = found.handler(*args, **kwargs)
@@ -356,14 +357,13 @@ def is_ordinary(kind: type) -> bool:
 UNDERSTOOD: dict[Any, Callable[[type], bool]] = {}
 """torch function -> whether its rule understands a class, beside Tensor."""
 
-# Rules whose formulas hold for real numbers.
-_REAL = {"var", "var_mean", "std", "logsumexp", "log_softmax", "pow"}
 
-
-def _is_complex_for(found: Rule, args: tuple) -> bool:
-    if found.kind != "fused" and found.name not in _REAL:
+def _is_complex_for(found: Rule, args: tuple, kwargs: dict) -> bool:
+    """Whether a rule for real numbers was given complex ones."""
+    if not found.real:
         return False
-    return bool(args) and type(args[0]) is Dual and args[0].stack.is_complex()
+    first = next((x for x in (*args, *kwargs.values()) if type(x) is Dual), None)
+    return first is not None and first.stack.is_complex()
 
 
 def check_history(dual: Dual) -> None:

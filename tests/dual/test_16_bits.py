@@ -149,19 +149,32 @@ def test_log_softmax_at_an_offset():
     assert (got.primal.double() - exact).norm() <= torch.finfo(torch.bfloat16).eps * exact.norm()
 
 
+OPS_UNDER_AUTOCAST = OPS | {
+    "mv": lambda h: torch.mv(MATRIX.to(h), h[0]),
+    "mv-moving": lambda h: torch.mv(h, h[0]),
+    "dot": lambda h: torch.dot(h[0], h[1]),
+    "dot-constant": lambda h: h[0].dot(ROW.to(h)),
+    "addmv": lambda h: torch.addmv(h[1], MATRIX.to(h), h[0], beta=0.5),
+    "cdist": lambda h: torch.cdist(h, OTHER.to(h)),
+    "grid_sample": lambda h: F.grid_sample(
+        OTHER.to(h)[None, None], h[None, None, :, :2].tanh(), align_corners=False
+    ),
+    "cholesky_inverse": lambda h: torch.cholesky_inverse(h[:, :4].tril() + 4 * torch.eye(4).to(h)),
+}
 AUTOCAST = (
+    "mv mv-moving dot dot-constant addmv cdist grid_sample cholesky_inverse attention attention-5d "
     "softmax log_softmax logsumexp logcumsumexp std var prod cumprod mish layer_norm rms_norm "
     "group_norm instance_norm glu addcmul matmul linear huber_loss kl_div norm"
 ).split()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_dtypes_under_autocast(name, dtype):
-    h = randn(4, 6, dtype=dtype)
+    h, f = randn(4, 6, dtype=dtype), OPS_UNDER_AUTOCAST[name]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected = OPS[name](h)
+        expected = f(h)
         with surroundings():
-            out = OPS[name](Dual(torch.stack((h, h))))
+            out = f(Dual(torch.stack((h, h))))
     assert out.dtype == expected.dtype
     torch.testing.assert_close(out.primal, expected, rtol=0.03, atol=0.03)

@@ -206,6 +206,17 @@ def test_results_are_not_the_input_where_eager_makes_new_ones(op):
     assert_matches_differences(block, numbers(1, 4))
 
 
+@pytest.mark.parametrize("name", "sum mean prod cumsum cumprod logsumexp".split())
+def test_reductions_of_one_number_are_not_it(name):
+    def block(h):
+        x = h.mean()
+        y = getattr(x, name)(0)
+        y += 1.0
+        return x * h + y
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["heads first", "rows first"])
 def test_attention_lies_in_memory_as_its_query(order):
     def block(h):
@@ -422,6 +433,67 @@ def test_views_taken_before_the_first_write_see_it():
     assert_matches_differences(block, numbers(3, 4))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda z: torch.zeros(3, 3, dtype=z.dtype),
+        lambda z: torch.zeros_like(z),
+        lambda z: z.new_zeros(z.shape),
+        lambda z: z.real.new_zeros(z.shape, dtype=z.dtype),
+    ],
+)
+def test_complex_tensors_can_be_filled(make):
+    """As the spectra of Fourier layers are."""
+    weight = numbers(2, 2, seed=8).requires_grad_()
+
+    def block(h):
+        z = torch.fft.rfft(h)
+        out = make(z)
+        out[:, :2] = torch.einsum("bi,ik->bk", z[:, :2], weight * (1 + 2j))
+        return torch.fft.irfft(out, n=4)
+
+    assert_matches_differences(block, numbers(3, 4), [weight])
+
+
+def test_parts_of_a_complex_tensor_see_the_first_write():
+    def block(h):
+        whole = torch.zeros(3, 4, dtype=torch.cdouble)
+        turned, real, pairs = whole.mT.conj(), whole.real, torch.view_as_real(whole)
+        pairs[:2, :, 0] = h[:2].sin()
+        turned[:, 2] = torch.complex(h[2], h[0])
+        return (turned.mH * whole).real + real * whole.imag
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
+def test_a_tensor_that_is_seen_in_another_dtype_is_not_filled():
+    def block(h):
+        made = torch.zeros(3, 4, dtype=h.dtype)
+        bits = made.view(torch.float32)
+        made[0] = h[0]
+        return made, bits
+
+    with pytest.raises(RuntimeError, match="plain tensor"):
+        fused_jvp(block, numbers(3, 4), numbers(3, 4))
+
+
+def in_place_of_complex(name):
+    return written(lambda y: getattr(torch.view_as_complex(y.view(3, 2, 2)), f"{name}_")())
+
+
+@pytest.mark.parametrize("name", "exp tanh log sqrt sigmoid square asin".split())
+def test_in_place_functions_of_complex_numbers_are_exact(name):
+    assert_matches_differences(in_place_of_complex(name), numbers(3, 4))
+
+
+@pytest.mark.parametrize("f", [torch.exp, torch.log, lambda input: torch.logsumexp(input, -1)])
+def test_functions_of_complex_numbers_take_them_by_name(f):
+    def block(h):
+        return h * f(input=torch.complex(h, h + 1)).real.mean()
+
+    assert_matches_differences(block, numbers(3, 4))
+
+
 def test_weights_can_be_cloned_and_filled():
     weight = numbers(3, 4, seed=8).requires_grad_()
 
@@ -440,6 +512,61 @@ def test_integers_take_values_alone():
         return made * h
 
     assert_matches_differences(block, numbers(3, 4))
+
+
+def aliases(h):
+    whole = torch.zeros(3, 4, dtype=h.dtype)
+    turned = whole.mT
+    values, rest = whole.detach(), turned.data[:, 1:]
+    flat = values.view(12)
+    whole[0] = h[0].sin()
+    turned[:, 1] += h[1] * h[2]
+    return h * h + 3 * values + rest.sum() * flat.view(3, 4) * whole
+
+
+def into_detached(h):
+    whole = torch.ones(3, 4, dtype=h.dtype)
+    values = whole.detach()
+    values[:2] = h[1:]
+    whole *= 2.0
+    return whole * h + values.sin()
+
+
+def parts_of_complex(h):
+    whole = torch.zeros(3, 4, dtype=torch.cdouble)
+    real, turned = whole.real.detach(), whole.detach().mH
+    whole[:] = torch.complex(h, h.sin())
+    return whole.abs() * real + whole.imag * turned.imag.mT
+
+
+@pytest.mark.parametrize("block", [aliases, into_detached, parts_of_complex])
+def test_what_is_detached_before_the_first_write_shares_values_alone(block):
+    h, v = numbers(3, 4).requires_grad_(), numbers(3, 4, seed=1)
+    found = fused_jvp(block, h, v)
+    expected = torch.autograd.functional.jvp(block, h, v, create_graph=True)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+        (grad,) = torch.autograd.grad(mine.square().sum(), h, retain_graph=True)
+        (grad_of_torch,) = torch.autograd.grad(theirs.square().sum(), h, retain_graph=True)
+        torch.testing.assert_close(grad, grad_of_torch)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda weight: torch.zeros_like(weight)[1:], lambda weight: weight * 2.0],
+    ids=["a part", "of what has a gradient"],
+)
+def test_what_is_detached_from_more_is_not_filled(make):
+    weight = numbers(3, 4).requires_grad_()
+
+    def block(h):
+        whole = make(weight)
+        part = whole.detach()
+        part[0] = h[0]
+        return whole[:1] * h
+
+    with pytest.raises(RuntimeError, match="plain tensor"):
+        fused_jvp(block, numbers(3, 4), numbers(3, 4))
 
 
 def test_a_tensor_from_outside_is_not_filled():

@@ -25,6 +25,7 @@ DROPS = {
     "max of a row": lambda x: x * max(x[0, 0]).item(),
     "full_like": lambda x: x * torch.full_like(x, x.mean()),
     "new_full": lambda x: x * x.new_full((4,), x.mean()),
+    "tensor": lambda x: x * torch.tensor(x.mean()),
     "new_tensor": lambda x: x * x.new_tensor(x.mean()),
 }
 
@@ -35,6 +36,7 @@ SILENT = {
     "detach": lambda x: x * x.detach(),
     "detached number": lambda x: x * x.mean().detach().item(),
     "no tangent": lambda x: x * (x * 0).sum().item(),
+    "likeness by name": lambda x: x * torch.full_like(input=x, fill_value=2.0),
     "shape": lambda x: x * x.shape[-1] * x.size(0) * len(x),
     "format": lambda x: (f"{x.mean():.3f} {x}", str(x), repr(x), x * 2)[-1],
     "argmax": lambda x: x * x.argmax().item(),
@@ -77,6 +79,7 @@ def f_of_values(name):
         "bool": 2 if h.mean() > 0 else 3,
         "int": int(h.mean() * 100),
         "no tangent": 0.0,
+        "likeness by name": 2.0,
         "shape": 4 * 2 * 2,
         "format": 2,
         "argmax": h.argmax().item(),

@@ -187,6 +187,15 @@ def test_what_waits_before_a_region_of_inference_mode_keeps_its_gradient():
     torch.testing.assert_close(gradient(), expected)
 
 
+def test_overloads_of_aten_that_give_constants():
+    for detach in (torch.ops.aten.detach, torch.ops.aten.detach.default):
+        dual = pair(3)
+        assert torch.equal(detach(dual), dual.primal)
+    for like in (torch.ops.aten.zeros_like, torch.ops.aten.zeros_like.default):
+        check(lambda h, like=like: like(h).copy_(h.sin()) * h, 3, 4)
+    check(lambda h: h * h + torch.ops.aten.new_full(h, (4,), 2.0), 3, 4)
+
+
 def test_a_block_that_forgets_h_is_an_error():
     with pytest.raises(TypeError, match="constant tensor"):
         fused_jsrr(lambda h: h.detach() * 2, state(2, 3, 4))
@@ -254,6 +263,38 @@ class Opaque(torch.autograd.Function):
 def test_a_custom_function_with_a_jvp_is_exact():
     check(lambda h: Cube.apply(h.sin()) * h, 3, 4)
     assert "Cube" in explain(lambda h: Cube.apply(h), state(3, 4)).fallbacks
+
+
+class Rounding(torch.autograd.Function):
+    """x^3 and, as a constant, x rounded."""
+
+    @staticmethod
+    def forward(x):
+        return x**3, x.round()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+    @staticmethod
+    def jvp(ctx, x_dot):
+        return 3 * ctx.saved_tensors[0] ** 2 * x_dot, None
+
+
+def test_what_a_custom_function_marks_is_a_constant():
+    def block(h):
+        cube, rounded = Rounding.apply(h)
+        assert type(rounded) is torch.Tensor
+        return cube * rounded
+
+    check(block, 3, 4)
+    check(lambda h: h * Rounding.apply(h)[1], 3, 4)
 
 
 def test_a_custom_function_without_one_is_named():
@@ -431,6 +472,52 @@ def test_an_op_without_a_forward_derivative_is_named():
         fused_jsrr(block, state(2, 4))
 
 
+def test_a_pair_needs_no_telling_that_it_requires_a_gradient():
+    h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
+    _, jv = fused_jvp(lambda x: (x * x).requires_grad_() * x.requires_grad_(True), h, v)
+    torch.testing.assert_close(jv, 3 * h**2 * v)
+    with pytest.raises(RuntimeError, match=r"requires_grad_\(False\) .* detach"):
+        fused_jvp(lambda x: (x * x).requires_grad_(False), h, v)
+
+
+def test_derivatives_that_a_block_takes_are_refused_by_name():
+    with pytest.raises(RuntimeError, match=r"stars_fast: torch\.autograd\.grad of .* write it out"):
+        fused_jsrr(lambda h: torch.autograd.grad((h**3).sum(), h)[0], state(2, 3, 4))
+    for block in (torch.func.grad(lambda h: (h**3).sum()), torch.vmap(torch.sin)):
+        with pytest.raises(RuntimeError, match=r"stars_fast: .* in torch\.vmap or a transform of"):
+            fused_jsrr(block, state(2, 3, 4))
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_products_with_sparse_constants_are_exact(layout):
+    dense = state(5, 3, seed=8).relu()
+    sparse = dense.to_sparse(layout=layout)
+    with_sparse, with_dense = (
+        lambda h, a=a, mm=mm: (a @ h).sin() + mm(a, h * h) + torch.mv(a, h[:, 0])[:, None]
+        for a, mm in ((sparse, torch.sparse.mm), (dense, torch.mm))
+    )
+    check(with_dense, 3, 4)
+    h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
+    for mine, theirs in zip(fused_jvp(with_sparse, h, v), fused_jvp(with_dense, h, v), strict=True):
+        torch.testing.assert_close(mine, theirs)
+        grads = (
+            torch.autograd.grad(x.square().sum(), h, retain_graph=True) for x in (mine, theirs)
+        )
+        torch.testing.assert_close(*grads)
+
+
+def test_sparse_weights_get_their_gradients():
+    weight = state(5, 3, seed=8).relu().to_sparse().requires_grad_()
+    block = lambda h: torch.sparse.mm(weight, h * h)  # noqa: E731
+    fused_jvp(block, state(3, 4), state(3, 4, seed=4))[1].square().sum().backward()
+    dense = weight.detach().to_dense().requires_grad_()
+    fused_jvp(lambda h: dense @ (h * h), state(3, 4), state(3, 4, seed=4))[
+        1
+    ].square().sum().backward()
+    kept = dense.detach() != 0
+    torch.testing.assert_close(weight.grad.to_dense()[kept], dense.grad[kept])
+
+
 def test_a_function_inside_a_recomputed_region_is_exact():
     def grads(f):
         h = state(2, 3, 4).requires_grad_()
@@ -482,6 +569,14 @@ def test_a_mask_that_depends_on_h():
     check(lambda h: attend(h, attn_mask=h[:, None, :, :5].tanh()), 2, 5, 24)
 
 
+def test_attention_of_grouped_heads_without_a_batch():
+    def block(h):
+        q, k, v = h.view(5, 8, 3).transpose(0, 1).split((4, 2, 2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    check(block, 5, 24)
+
+
 @pytest.mark.parametrize("shape", [(5, 24), (3, 2, 5, 24)], ids=["2-d", "4-d-batch"])
 def test_attention_of_unusual_rank(shape):
     def block(h):
@@ -530,6 +625,16 @@ def test_heads_that_do_not_fit_are_named():
     "f",
     [
         lambda h: h.sum(axis=-1, keepdims=True) * h,
+        lambda h: torch.as_tensor(h).sin() + torch.as_tensor(h, dtype=torch.float64),
+        lambda h: h.new(h.size()).copy_(h) * h + h.new(3, 4).fill_(2.0),
+        lambda h: h * torch.empty_like(h).bernoulli_((h > 0) * h.sign()),
+        lambda h: h * torch.empty(3, 4).bernoulli_((h > 0) * h.sign()),
+        lambda h: nn.Softmax()(h) + F.log_softmax(h[None]),
+        lambda h: torch.swapaxes(h.sin(), axis0=0, axis1=1).swapaxes_(axis0=0, axis1=1) * h,
+        lambda h: torch.cat(h.sin().tensor_split(indices=(1,), dim=1)[::-1], 1),
+        lambda h: torch.cat(h.sin().tensor_split(sections=2, dim=1)[::-1], 1),
+        lambda h: torch.split_with_sizes(h, split_sizes=[1, 3], dim=1)[1].sin(),
+        lambda h: h.clone().addmm_(mat1=h[:, :3], mat2=h.sin()),
         lambda h: torch.cat((h, 2 * h), axis=0),
         lambda h: torch.mm(h, mat2=h.mT.tanh()),
         lambda h: torch.ones_like(h).expand_as(h) * h + torch.ones(4, dtype=h.dtype).expand_as(h),

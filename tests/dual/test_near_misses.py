@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from test_blocks import check_block, state
 from torch import nn
 
-from stars_fast import explain
+from stars_fast import explain, fused_jvp
 from stars_fast.dual.recognition import norms_and_gates, rotary
 from stars_fast.dual.registry import RECORDERS, objects_named
 
@@ -161,6 +161,16 @@ def test_what_is_around_a_norm_stays(name):
 def test_another_norm_is_computed_as_itself(name):
     assert {formula for _, formula in recognised(Block(OTHERS[name]))} == {"RMSNorm"}
     check_near(OTHERS[name])
+
+
+@pytest.mark.parametrize("name", ["RMSNorm, over the root", "RMSNorm, by a power"])
+def test_a_weight_of_more_digits_than_its_norm_keeps_them(name):
+    block = Block(FORMULAS[name])
+    block.weight.data = 1 + 1e-9 * torch.arange(4, dtype=torch.float64)
+    ones = torch.ones(2, 3, 4)
+    out, _ = fused_jvp(block, ones, ones)
+    assert out.dtype == torch.float64
+    torch.testing.assert_close(out.diff(dim=-1), block(ones).diff(dim=-1))
 
 
 def test_the_rotation_itself_is_recognised():

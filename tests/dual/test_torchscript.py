@@ -60,6 +60,34 @@ def dropped(x: Tensor, training: bool) -> Tensor:
     return F.dropout(x, 0.5, training).sin()
 
 
+def in_loops(x: Tensor, turns: int) -> Tensor:
+    for i in range(turns):
+        x = x.sin() + float(i)
+    while turns < 5 and x.dim() == 3:
+        x, turns = x.cos(), turns + 2
+    return x * turns
+
+
+def of_shapes(x: Tensor) -> Tensor:
+    sizes = x.shape[:-1]
+    y = x.reshape(sizes + [2, 2]).flatten(-2) * max(x.size(0), 3)  # noqa: RUF005
+    return y.view([x.size(0)] + sizes[1:] + [4]) + x.view([1] * 2 + list(x.shape))[0, 0]  # noqa: RUF005
+
+
+def with_literals(x: Tensor) -> Tensor:
+    y = x * torch.tensor([0.1, 2.0, 3.0, 4.0], dtype=torch.float64)
+    return y * torch.tensor(3) + torch.tensor([True, False, True, False])
+
+
+def in_likeness(x: Tensor) -> Tensor:
+    y = torch.full_like(x, 2.0) + x.new_ones([4]) + torch.zeros_like(x, dtype=torch.float64)
+    return x * y + F.group_norm(x, 5) + F.scaled_dot_product_attention(x, x, x)
+
+
+def of_constants(x: Tensor) -> Tensor:
+    return x * x.detach()
+
+
 def checked(x: Tensor, width: int) -> Tensor:
     if x.size(-1) != width:
         raise ValueError("another width")
@@ -91,6 +119,10 @@ BLOCKS = {
     "types": (in_dtype, lambda f, h: f(h, torch.float64) + f(h.sin(), 7, torch.float64)),
     "a tangent in one keyword": (clamp, lambda f, h: f(x=h)),
     "no dropout": (dropped, lambda f, h: f(h, False)),
+    "loops": (in_loops, lambda f, h: f(h, 2) + f(h, 6)),
+    "lists of sizes": (of_shapes, lambda f, h: f(h)),
+    "literals": (with_literals, lambda f, h: f(h)),
+    "new tensors": (in_likeness, lambda f, h: f(h)),
 }
 
 
@@ -131,6 +163,12 @@ def test_traced_and_loaded_functions_do_what_they_do(h):
         assert_matches_differences(block, h)
 
 
+def test_what_is_detached_is_a_constant(h):
+    out, tangent = fused_jvp(torch.jit.script(of_constants), h, torch.ones_like(h))
+    torch.testing.assert_close(out, h * h, **CLOSE)
+    torch.testing.assert_close(tangent, h, **CLOSE)
+
+
 @pytest.mark.parametrize("steps", [1, 3])
 def test_dropout_is_that_of_the_function(h, steps):
     def drawn(function):
@@ -165,12 +203,6 @@ def in_place(x: Tensor) -> Tensor:
 def appending(parts: list[Tensor], x: Tensor) -> Tensor:
     parts.append(x)
     return torch.stack(parts).sum(0)
-
-
-def in_a_loop(x: Tensor, turns: int) -> Tensor:
-    for _ in range(turns):
-        x = x.sin()
-    return x
 
 
 def drawing(x: Tensor) -> Tensor:
@@ -215,7 +247,6 @@ def of_a_holder(held: Holder) -> Tensor:
     [
         (in_place, lambda f, h: f(h), "writes into a tensor or a list by aten::mul_"),
         (appending, lambda f, h: f([h], h), "writes into a tensor or a list by aten::append"),
-        (in_a_loop, lambda f, h: f(h, 3), "has a prim::Loop"),
         (drawing, lambda f, h: f(h), "draws random numbers by aten::rand_like"),
         (reading, lambda f, h: f(h), "makes a number of a tensor with a tangent by aten::Float"),
         (calling_python, lambda f, h: f(h), "has a "),

@@ -246,6 +246,8 @@ def _run_norm(x: Dual, eps: float, weight: Tensor | None, dtype: torch.dtype) ->
 
 def _is_weight(x: Dual, weight: Tensor) -> bool:
     shape = shape_of(x)
+    if weight.dtype == torch.float64 != dtype_of(x):
+        return False  # a norm in fp64 alone keeps its digits
     return bool(shape) and weight.shape[0] == shape[-1]
 
 

@@ -240,11 +240,17 @@ def fill_diagonal_(input: Dual, fill_value: Any, wrap: bool = False) -> Dual:
 # -- matrix products
 
 
-@rule("matmul", "__matmul__", "bmm", "mm", "mv", "dot", kind="stacked")
+def _is_sparse(x: Tensor) -> bool:
+    return x.layout != torch.strided
+
+
+@rule("matmul", "__matmul__", "bmm", "mm", "spmm", kind="stacked")
 def matmul(input: Any, other: Any) -> Any:
     (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
     if a_dot is not None and b_dot is not None:
         return Dual.join(a @ b, a_dot @ b + a @ b_dot)
+    if _is_sparse(a) or _is_sparse(b):  # knows no third dimension
+        return Dual.join(a @ b, a @ b_dot if a_dot is None else a_dot @ b)
     if b_dot is None:
         if a.dim() == 1 and b.dim() > 2:
             return matmul(input.unsqueeze(0), b).squeeze(-2)
@@ -254,6 +260,25 @@ def matmul(input: Any, other: Any) -> Any:
     if a.dim() == 1:
         return matmul(a.unsqueeze(0), other).squeeze(-2)
     return Dual(a @ align(other.stack, a.dim()))
+
+
+def _register_half_products() -> None:
+    """Products of each half: of mv and dot, to which autocast does other things than to matmul, and
+    with sparse matrices."""
+    everywhere = (torch, torch.Tensor)
+    for name, owners in (("mv", everywhere), ("dot", everywhere), ("mm", (torch.sparse,))):
+        func = getattr(owners[0], name)
+
+        def handler(input: Any, other: Any, *, _func: Any = func) -> Dual:
+            (a, a_dot), (b, b_dot) = split_pair(input), split_pair(other)
+            terms = ((a_dot, b), (a, b_dot))
+            products = [_func(x, y) for x, y in terms if x is not None and y is not None]
+            return Dual.join(_func(a, b), sum(products[1:], start=products[0]))
+
+        add_rule(name, "product", handler, owners=owners)
+
+
+_register_half_products()
 
 
 @rule("__rmatmul__", kind="stacked")
@@ -274,9 +299,14 @@ def _add_product(input: Any, product: Any, beta: Any, alpha: Any) -> Any:
     return product + (input * beta if beta != 1 else input)
 
 
-@rule("addmm", "baddbmm", "addmv", kind="stacked", inplace=True)
+@rule("addmm", "baddbmm", kind="stacked", inplace=True)
 def addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     return _add_product(input, torch.matmul(mat1, mat2), beta, alpha)
+
+
+@rule("addmv", kind="stacked", inplace=True)
+def addmv(input: Any, mat: Any, vec: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _add_product(input, torch.mv(mat, vec), beta, alpha)
 
 
 @rule("addbmm", kind="stacked")

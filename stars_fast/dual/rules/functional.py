@@ -60,7 +60,7 @@ def _register_pointwise() -> None:
             return Dual(in_memory_order(lambda x: ops.pointwise(x, _name, dtype), input.stack))
 
         add_rule(name, "fused", handler)
-        add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler))
+        add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler), real=True)
 
 
 _register_pointwise()
@@ -73,7 +73,7 @@ def _register_activation(name: str) -> None:
         return assign(name, input, result) if inplace else result
 
     add_rule(name, "fused", handler)
-    add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler))
+    add_rule(f"{name}_", "in-place", in_place_form(f"{name}_", handler), real=True)
 
 
 _register_activation("silu")
@@ -91,7 +91,7 @@ def _register_careful(name: str, *names: str) -> None:
 
     for each in (name, *names):
         add_rule(name, "fused", handler, each)
-        add_rule(f"{each}_", "in-place", in_place_form(f"{each}_", handler))
+        add_rule(f"{each}_", "in-place", in_place_form(f"{each}_", handler), real=True)
 
 
 for _names in (
@@ -139,6 +139,11 @@ def dropout(input: Dual, p: float = 0.5, training: bool = True, inplace: bool = 
 # -- softmax
 
 
+def _default_dim(input: Dual) -> int:
+    """The dimension of a softmax that names none, as torch.nn.functional chooses it."""
+    return 0 if input.dim() in (0, 1, 3) else 1
+
+
 @rule("softmax", kind="fused")
 def softmax_rule(
     input: Dual, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
@@ -148,7 +153,7 @@ def softmax_rule(
     if dtype is None:
         dtype = eager_dtype(lambda x: torch.softmax(x, -1), input.stack, (0, 1))
     if dim is None:
-        raise ValueError("softmax: dim: expected an integer, got None")
+        dim = _default_dim(input)
     if input.stack.dim() == 1:
         return jvp(torch.softmax, "softmax", (input, dim), {"dtype": dtype})
     axis = shift(dim, input.stack)
@@ -166,7 +171,7 @@ def log_softmax_rule(
     if dtype is None:
         dtype = eager_dtype(lambda x: torch.log_softmax(x, -1), input.stack, (0, 1))
     if dim is None:
-        raise ValueError("log_softmax: dim: expected an integer, got None")
+        dim = _default_dim(input)
     if input.stack.dim() == 1:
         return jvp(torch.log_softmax, "log_softmax", (input, dim), {"dtype": dtype})
     axis = shift(dim, input.stack)
@@ -334,6 +339,12 @@ def batch_norm(
 # -- attention
 
 
+def _as_factor(x: Any) -> Any:
+    """x in the dtype in which eager multiplies it with a matrix: under autocast that of 16 bits, of
+    fp64 its own."""
+    return x.to(eager_dtype(lambda x: x @ x.mT, x, (0, 1)))
+
+
 def _lift(x: Any) -> Tensor:
     return x.stack if type(x) is Dual else torch.stack((x, torch.zeros_like(x)))
 
@@ -343,12 +354,13 @@ def _unfused_attention(
 ) -> Any:
     """From the parts, for what the fused op leaves out: dropout, a mask with a gradient or a
     tangent, inputs of unusual rank. Fully masked rows give 0; 16-bit inputs compute in fp32."""
-    dtype = eager_dtype(lambda x: x @ x.mT, q, (0, 1))
+    q, k, v = map(_as_factor, (q, k, v))
+    dtype = q.dtype
     if gqa:
         groups = q.shape[-3] // k.shape[-3]
         k, v = k.repeat_interleave(groups, -3), v.repeat_interleave(groups, -3)
     with no_autocast(q):
-        q, k, v = (widen(x.to(dtype)) for x in (q, k, v))
+        q, k, v = map(widen, (q, k, v))
         # Half of the scale each, as eager: neither input is kept, so both may be written to.
         root = abs(scale) ** 0.5
         s = (q * math.copysign(root, scale)) @ (k * root).mT
@@ -409,7 +421,7 @@ def scaled_dot_product_attention(
         )
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    needs_parts = dropout_p > 0 or not 3 <= query.dim() <= 4
+    needs_parts = dropout_p > 0 or query.dim() not in ((4,) if enable_gqa else (3, 4))
     if isinstance(attn_mask, Tensor):
         needs_parts = needs_parts or type(attn_mask) is Dual or attn_mask.requires_grad
     order = _order_of_attention(query, key, value, attn_mask, dropout_p, enable_gqa)
@@ -421,10 +433,7 @@ def scaled_dot_product_attention(
             f"scaled_dot_product_attention: query has {query.shape[1]} heads and key "
             f"{key.shape[1]}; pass enable_gqa=True for grouped heads"
         )
-    q, k, v = _lift(query), _lift(key), _lift(value)
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    q, k, v = (_as_factor(_lift(x)) for x in (query, key, value))
     if query.dim() == 3:
         q, k, v = q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2)
         if attn_mask is not None and attn_mask.dim() == 3:

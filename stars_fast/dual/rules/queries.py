@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stars_fast.dual.caller import torch_keeps
 from stars_fast.dual.dropped import dropped
-from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.forward_ad import is_smooth, jvp
 from stars_fast.dual.layout import in_eager
 from stars_fast.dual.registry import RULES, Rule, add_rule, objects_named
 from stars_fast.dual.rule import rule
@@ -85,6 +85,18 @@ def new_tensor(input: Any, data: Any, **kwargs: Any) -> Tensor:
     return primal_of(input).new_tensor(data, **kwargs)
 
 
+@rule("tensor", kind="primal", owners=(torch,))
+def tensor(data: Dual, **kwargs: Any) -> Tensor:
+    dropped("tensor", data)
+    return torch.tensor(data.stack[0].detach(), **kwargs)
+
+
+@rule("as_tensor", kind="stacked", owners=(torch,))
+def as_tensor(data: Dual, dtype: Any = None, device: Any = None) -> Any:
+    given = {"dtype": dtype, "device": device}
+    return data.to(**{key: value for key, value in given.items() if value is not None})
+
+
 @rule("__format__", kind="primal")
 def format_(input: Dual, format_spec: str) -> str:
     return format(input.stack[0], format_spec)
@@ -148,11 +160,29 @@ def grad(input: Dual) -> None:
     return None
 
 
+@rule("grad", kind="primal", owners=(torch.autograd,))
+def autograd_grad(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "stars_fast: torch.autograd.grad of a tensor with a tangent: the derivative would have "
+        "none; write it out with torch functions, or detach what it is taken by where a constant "
+        "is meant"
+    )
+
+
 @rule("register_hook", kind="primal")
 def register_hook(input: Dual, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """The hook sees the gradient of the stack, [2, ...]: when backward comes by is what wrappers
     such as FSDP want to know."""
     return input.stack.register_hook(hook)
+
+
+def _ops_named(*names: str) -> Iterator[Any]:
+    """torch.ops.aten.name and its overloads."""
+    for name in names:
+        packet = getattr(torch.ops.aten, name, None)
+        if packet is not None:
+            yield packet
+            yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
 @rule("detach", kind="primal")
@@ -162,6 +192,10 @@ def detach(input: Dual) -> Tensor:
     if torch_keeps():
         return Dual(input.stack.detach().requires_grad_(input.stack.requires_grad))
     return input.stack[0].detach()
+
+
+for _op in _ops_named("detach"):
+    RULES[_op] = Rule("detach", "primal", detach)
 
 
 @rule("data", kind="primal")
@@ -175,7 +209,7 @@ def data(input: Dual) -> Tensor:
 # can be written into it.
 _FRESH = """
     zeros_like empty_like ones_like full_like rand_like randn_like
-    new_zeros new_empty new_ones new_full
+    new_zeros new_empty new_ones new_full new
 """.split()
 
 
@@ -183,22 +217,33 @@ def _fresh(name: str, target: Callable[..., Any]) -> Callable[..., Any]:
     plain = _by_primal(target)
 
     def answer(*args: Any, **kwargs: Any) -> Any:
-        for fill in (*args[1:], *kwargs.values()):
+        fills = {key: value for key, value in kwargs.items() if key != "input"}
+        for fill in (*args[1:], *fills.values()):
             if type(fill) is Dual:
                 dropped(f"fill value in {name}", fill)
         value = plain(*args, **kwargs)
-        return Dual.join(value, torch.zeros_like(value)) if value.is_floating_point() else value
+        return Dual.join(value, torch.zeros_like(value)) if is_smooth(value) else value
 
     return answer
 
 
 def _register_fresh() -> None:
     for name in _FRESH:
-        for target in objects_named(name):
+        for target in (*objects_named(name), *_ops_named(name)):
             RULES[target] = Rule(name, "stacked", _fresh(name, target))
 
 
 _register_fresh()
+
+
+@rule("requires_grad_", kind="primal")
+def requires_grad_(input: Dual, requires_grad: bool = True) -> Dual:
+    if input.stack.requires_grad and not requires_grad:
+        raise RuntimeError(
+            "stars_fast: requires_grad_(False) of a tensor with a tangent, which is no leaf; use "
+            "detach()"
+        )
+    return input  # nothing asks a pair for a gradient of its own
 
 
 def _refuse(names: str, reason: str) -> None:
@@ -215,7 +260,6 @@ _refuse("data_ptr", "it has no memory of its own; compiled kernels need a rule")
 _refuse("untyped_storage", "it has no storage of its own")
 _refuse("set_", "in-place set_ can't carry it")
 _refuse("resize_", "in-place resize_ can't carry it")
-_refuse("requires_grad_", "in-place requires_grad_ is for leaves; pass h that requires grad")
 _refuse(
     "as_strided as_strided_ as_strided_copy as_strided_scatter",
     "it counts in the memory of a tensor, and a pair has two; use indexing or view",

@@ -125,7 +125,7 @@ _register_spreads()
 @rule("logsumexp", kind="product")
 def logsumexp(input: Dual, dim: Any, keepdim: bool = False) -> Tensor:
     """y = log sum(exp x), y_dot = sum(exp(x - y) x_dot); over nothing but -inf, -inf and 0."""
-    if input.stack.dim() == 1:
+    if input.stack.dim() == 1 or input.stack.is_complex():
         return jvp(torch.logsumexp, "logsumexp", (input, dim, keepdim), {})
     dims = tuple(each - 1 if each > 0 else each for each in _dims(input, dim))
     x, x_dot = widen(input.stack).unbind(0)

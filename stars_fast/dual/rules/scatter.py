@@ -172,4 +172,5 @@ def grid_sampler(
             "mode='bilinear', or detach the grid"
         )
     sampled = _sample_linearly(widened(input), widened(grid), padding_mode, align_corners)
-    return sampled.to(input.dtype)
+    none = torch.grid_sampler(primal_of(input)[:0], primal_of(grid)[:0], *options)
+    return sampled.to(none.dtype)

@@ -46,6 +46,7 @@ def structural(
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         plain = next(objects_named(names[0], owners))
 
+        @functools.wraps(handler)
         def apply(input: Dual, *args: Any, **kwargs: Any) -> Any:
             if input.stack.dim() == 1:
                 return jvp(plain, names[0], (input, *args), kwargs)

@@ -19,6 +19,7 @@ from stars_fast.dual.rules.functional import eager_dtype
 from stars_fast.dual.rules.shapes import shift
 from stars_fast.dual.tensor import Dual, primal_of
 from stars_fast.ops.determinant import determinant
+from stars_fast.ops.precision import no_autocast
 from stars_fast.ops.scan import logcumsumexp as dual_logcumsumexp
 
 
@@ -206,6 +207,7 @@ def _length(difference: Dual, p: float) -> Any:
 def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: str | None = None) -> Any:
     """The norm of all differences, which are kept: [..., P, R, M] for x1 [..., P, M] and
     x2 [..., R, M]. A product of matrices would lose equal and near rows."""
+    x1, x2 = (x.to(eager_dtype(lambda y: torch.cdist(y, y), x, (0, 1))) for x in (x1, x2))
     return _length(x1.unsqueeze(-2) - x2.unsqueeze(-3), p)
 
 
@@ -221,11 +223,14 @@ def pdist(input: Any, p: float = 2.0) -> Any:
 @rule("cholesky_inverse", kind="product")
 def cholesky_inverse(input: Dual, upper: bool = False) -> Any:
     """(L L^T)^-1 = M^T M with M = L^-1. torch 2.13's own tangent is wrong."""
-    factor = input.triu() if upper else input.tril()
-    eye = torch.eye(input.shape[-1], dtype=input.dtype, device=input.device)
-    inverse = torch.linalg.solve_triangular(factor, eye.expand(input.shape), upper=upper)
-    turned = inverse.mH if input.is_complex() else inverse.mT
-    return inverse @ turned if upper else turned @ inverse
+    dtype = eager_dtype(torch.cholesky_inverse, input.stack, (0, 0))
+    with no_autocast(input.stack):
+        x = input.to(dtype)
+        factor = x.triu() if upper else x.tril()
+        eye = torch.eye(x.shape[-1], dtype=dtype, device=x.device)
+        inverse = torch.linalg.solve_triangular(factor, eye.expand(x.shape), upper=upper)
+        turned = inverse.mH if x.is_complex() else inverse.mT
+        return inverse @ turned if upper else turned @ inverse
 
 
 @rule("det", kind="fused", owners=(torch, torch.Tensor, torch.linalg))
