@@ -3,7 +3,8 @@ assignment of what depends on h.
 
 While a pass runs, a torch function mode notes the plain tensors that the block's own calls make,
 and the views of them. The first value with a tangent that is written into such a tensor turns it,
-and its views, into Duals with one stack between them. A tensor from outside of the pass, such as a
+and its views, into Duals with one stack between them; what was detached from it shares the values
+alone. A tensor from outside of the pass, such as a
 buffer, is not turned: it would keep a tangent beyond the pass.
 """
 
@@ -146,19 +147,27 @@ class Pass(TorchFunctionMode):
         family = [tensor for tensor in alive if tensor is not None]
         if place is None or not any(tensor is target for tensor in family):
             return False
-        root = target if target._base is None else target._base
+        root = _root(target)
         order = order_of(root)
         flat = root if order is None else root.permute(order)
         if not flat.is_contiguous() or root.storage_offset():
             return False
         if not all(_is_view_of(tensor, root) for tensor in family):
             return False
+        kept = root.is_inference()  # where no tensor knows of what it is a view
+        apart = [] if kept else [tensor for tensor in family if _root(tensor) is not root]
+        if any(tensor.requires_grad for tensor in apart):
+            return False
         del self._made[place]
         stack = stack_pair(root, torch.zeros_like(root))
         with torch.no_grad():
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
         for tensor in family:
-            self._become_dual(tensor, _same_view(stack, tensor))
+            view = _same_view(stack, tensor)
+            if any(tensor is each for each in apart):
+                tensor.data = view[0].detach()
+            else:
+                self._become_dual(tensor, view)
         return True
 
     def _become_dual(self, tensor: Tensor, stack: Tensor) -> None:
@@ -168,10 +177,24 @@ class Pass(TorchFunctionMode):
         tensor.owner = self  # type: ignore[attr-defined]
 
 
+def _root(tensor: Tensor) -> Tensor:
+    """The tensor of which this is a view, to autograd: none of what it was detached from."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def _is_view_of(tensor: Tensor, root: Tensor) -> bool:
-    """Whether a tensor that shares the memory of root can share that of its pair: one of its dtype,
-    or real or imaginary parts."""
-    return not tensor.is_neg() and root.dtype in (tensor.dtype, tensor.dtype.to_complex())
+    """Whether a tensor that shares memory with root can share that of its pair: one of its dtype,
+    or real or imaginary parts, that reaches no further."""
+    alike = not tensor.is_neg() and root.dtype in (tensor.dtype, tensor.dtype.to_complex())
+    return alike and _end(tensor) <= _end(root)
+
+
+def _end(tensor: Tensor) -> int:
+    """Where a tensor ends in its memory, in bytes."""
+    reach = sum(
+        step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+    return (tensor.storage_offset() + reach + 1) * tensor.itemsize
 
 
 def _same_view(stack: Tensor, tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def _dims(input: Dual, dim: Any) -> tuple[int, ...]:
 
 def _reduce(func: Any, input: Dual, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Dual:
     if input.stack.dim() == 1:
-        return Dual(input.stack.to(dtype or input.stack.dtype))
+        return Dual(input.stack.to(dtype or input.stack.dtype, copy=True))
     return Dual(func(input.stack, _dims(input, dim), keepdim, dtype=dtype))
 
 

@@ -74,7 +74,7 @@ def cumprod(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Tensor
     out = _product_dtype(torch.cumprod, input, dtype)
     x = widened(input if dtype is None else input.to(dtype))
     if x.dim() == 0:
-        return x.to(out)
+        return x.to(out, copy=True)
     x = x.transpose(dim, -1)
     step = 1
     while step < x.shape[-1]:
@@ -93,7 +93,7 @@ def prod(
     out = _product_dtype(torch.prod, input, dtype)
     x = widened(input if dtype is None else input.to(dtype))
     if x.dim() == 0:
-        return x.to(out)
+        return x.to(out, copy=True)
     x = x.flatten() if dim is None else x.transpose(dim, -1)
     if x.shape[-1] == 1:
         x = x.clone()  # not the input itself
