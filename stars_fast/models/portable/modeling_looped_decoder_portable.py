@@ -988,9 +988,9 @@ def _still(before: Tensor, after: Tensor, tol: float, pads: Tensor | None) -> Te
 def _placed_noise(positions: Tensor, width: int) -> Tensor:
     """Normal numbers [B or 1, S, D] in fp32 that are a function of the position alone, so that a
     token starts alike with and without a cache, beside pads and in any batch."""
-    blocks = int(positions.max()) // _NOISE_ROWS + 1
-    table = torch.cat([_noise_block(i, width) for i in range(blocks)])
-    return table.to(positions.device)[positions]
+    blocks, block = (positions // _NOISE_ROWS).unique(return_inverse=True)
+    table = torch.cat([_noise_block(i, width) for i in blocks.tolist()])
+    return table.to(positions.device)[block * _NOISE_ROWS + positions % _NOISE_ROWS]
 
 
 @lru_cache(maxsize=1024)
