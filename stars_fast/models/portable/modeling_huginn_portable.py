@@ -587,11 +587,12 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             targets = _next_tokens(labels, real, context.documents)
             wide = torch.promote_types(out.dtype, torch.float32)
-            found = self.lm_head(out).to(wide).flatten(0, 1), targets.flatten()
+            logits = self.lm_head(out)
+            found = logits.to(wide).flatten(0, 1), targets.to(logits.device).flatten()
             if num_items_in_batch is None:
                 loss = F.cross_entropy(*found)
             else:
-                count = torch.as_tensor(num_items_in_batch, device=out.device)
+                count = torch.as_tensor(num_items_in_batch, device=logits.device)
                 loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: held}
         output = HuginnCausalLMOutput(

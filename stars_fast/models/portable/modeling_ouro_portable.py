@@ -166,7 +166,7 @@ class OuroCache(DynamicCache):
         that do not go on ([B] boolean) keep those of the turn before."""
         if goes_on is not None:
             kept = self.newest(turn - 1, layer, k.shape[-2])
-            rows = goes_on[:, None, None, None]
+            rows = goes_on.to(k.device)[:, None, None, None]
             k, v = (torch.where(rows, new, old) for new, old in zip((k, v), kept, strict=True))
         return self.update(k, v, turn * self.turn_layers + layer)
 
@@ -481,7 +481,7 @@ class OuroModel(OuroPreTrainedModel):
             if tol and turn + 1 < limit:
                 still = _rests(before, h, tol, real)
                 fresh = still if goes_on is None else still & goes_on
-                taken[fresh] = turn + 1
+                taken[fresh.to(taken.device)] = turn + 1
                 goes_on = ~still if goes_on is None else goes_on & ~still
                 if not goes_on.any():
                     if held is not None:
@@ -500,7 +500,8 @@ class OuroModel(OuroPreTrainedModel):
         """[B, S]: log of the probability of not leaving after the turn that gave h, in fp32 at
         least, where the probability does not saturate."""
         gate, wide = self.early_exit_gate, torch.promote_types(h.dtype, torch.float32)
-        logits = F.linear(h.to(wide), gate.weight.to(wide), gate.bias.to(wide))
+        weight, bias = (p.to(h.device, wide) for p in (gate.weight, gate.bias))
+        logits = F.linear(h.to(wide), weight, bias)
         return F.logsigmoid(-logits.squeeze(-1))
 
     def _cache(self, given: Any, use_cache: bool | None, turns: int) -> OuroCache | None:
@@ -637,11 +638,12 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
                 ends = F.pad(position_ids.diff(dim=1) <= 0, (0, 1))
                 targets = targets.masked_fill(ends.to(targets.device), -100)
             wide = torch.promote_types(h.dtype, torch.float32)
-            found = self.lm_head(h).to(wide).flatten(0, 1), targets.flatten()
+            logits = self.lm_head(h)
+            found = logits.to(wide).flatten(0, 1), targets.to(logits.device).flatten()
             if num_items_in_batch is None:
                 loss = F.cross_entropy(*found)
             else:
-                count = torch.as_tensor(num_items_in_batch, device=h.device)
+                count = torch.as_tensor(num_items_in_batch, device=logits.device)
                 loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         output = OuroCausalLMOutput(
@@ -798,7 +800,7 @@ def _rests(before: Tensor, after: Tensor, tol: float, real: Tensor | None) -> Te
     """[B] boolean: sequences of which a turn changed no token's state by more than `tol`, relative
     to the new state; pads hold nobody up."""
     wide = torch.promote_types(after.dtype, torch.float32)
-    change = (after.to(wide) - before.to(wide)).norm(dim=-1)
+    change = (after.to(wide) - before.to(after.device, wide)).norm(dim=-1)
     still = change <= tol * after.to(wide).norm(dim=-1)
     return (still if real is None else still | ~real.to(still.device)).all(-1)
 
