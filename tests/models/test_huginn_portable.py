@@ -8,7 +8,17 @@ import pytest
 import torch
 from huginn_models import checkpoint, model, tokens
 from oracle import relative_error
-from portable_files import EXACT, MASKS, SINGLE, B, S, alone, check_cache_keeps_its_turns
+from portable_files import (
+    EXACT,
+    MASKS,
+    SINGLE,
+    B,
+    S,
+    alone,
+    check_cache_keeps_its_turns,
+    small_llama,
+    turns_of_passes,
+)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,7 +26,9 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    PretrainedConfig,
 )
+from transformers.modeling_utils import AttentionInterface
 
 from stars_fast import looped_block
 from stars_fast.cli import main
@@ -53,9 +65,8 @@ def pair(shape="huginn", dtype=torch.float64, **config):
 
 
 def greedy(net, ids, new=8, **options):
-    return net.generate(
-        ids, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0, **options
-    )[:, ids.shape[1] :]
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0} | options
+    return net.generate(ids, max_new_tokens=new, **options)[:, ids.shape[1] :]
 
 
 def assert_same_states(native, other, ids, real=None, **options):
@@ -306,6 +317,41 @@ def test_generation_is_called_as_by_others():
         other.generate_batch([[5, 6]], max_new_tokens=2)
 
 
+@pytest.mark.parametrize(
+    "way",
+    [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 2}],
+)
+def test_drafts_change_no_token(way):
+    other, ids = pair("huginn")[1], tokens(1, 7)
+    how = {"turns": 6, "new": 10, "eos_token_id": 2}
+    with turns_of_passes(other) as taken:
+        drafted = greedy(other, ids, **how, **way)
+    assert torch.equal(drafted, greedy(other, ids, **how))
+    assert set(taken) == ({1, 6} if "assistant_early_exit" in way else {6})
+
+
+def test_an_assistant_thinks_as_deep_as_it_says():
+    other, ids, llama = pair("huginn")[1], tokens(1, 7), small_llama()
+    alone = greedy(other, ids, turns=6)
+    assert torch.equal(greedy(other, ids, turns=6, assistant_model=llama), alone)
+    with turns_of_passes(other) as taken:
+        drafted = greedy(llama, ids, assistant_model=other)
+    assert torch.equal(drafted, greedy(llama, ids))
+    assert set(taken) == {4}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_attention_is_found_where_transformers_has_no_call_for_it(attention, monkeypatch):
+    """As in 5.0."""
+    other, ids = pair("huginn")[1], tokens(1, 7)
+    expected = other(ids).logits
+    monkeypatch.delattr(AttentionInterface, "get_interface")
+    other.set_attn_implementation(attention)
+    torch.testing.assert_close(other(ids).logits, expected, **EXACT)
+    other.set_attn_implementation("sdpa")
+
+
 @pytest.mark.parametrize("name", ["turns", "num_steps", "tol", "tol_per"])
 def test_a_depth_in_generation_settings_is_refused(name):
     other = portable.HuginnForCausalLM.from_pretrained(folder_of("huginn"))
@@ -415,6 +461,34 @@ def test_the_defaults_and_fields_are_the_native_ones(shape):
         name: b[name] for name in b if name != "init_values"
     }
     assert b["init_values"].items() <= a["init_values"].items()
+
+
+ROPES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_scaled_positions_are_written_for_the_bare_configuration_too(name, tmp_path):
+    scaling, base = ROPES[name], {"rope_theta": 3e5}
+    older = {"layer_layout": "llama", "rope_scaling": scaling, **base}
+    config = portable.HuginnConfig(**older)
+    assert config.rope_parameters == scaling | base
+    config.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["rope_parameters"] == written["rope_scaling"] == scaling | base
+    assert "rope_theta" not in written
+    bare = PretrainedConfig.from_json_file(tmp_path / "config.json")
+    assert bare.rope_parameters == scaling | base
+    again = portable.HuginnConfig.from_pretrained(tmp_path)
+    assert again.rope_parameters == scaling | base
 
 
 # -- the folder

@@ -20,6 +20,7 @@ Shapes: B rows, S tokens, P tokens in the cache, D width, H heads, W width of a 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from dataclasses import dataclass
@@ -165,14 +166,14 @@ class HuginnConfig(PretrainedConfig):
     def to_dict(self) -> dict[str, Any]:
         """The fields of the public format, which other readers of this folder know."""
         values = super().to_dict()
-        rope = {"rope_theta": values.pop("rope_parameters")["rope_theta"]}
+        rope = values.pop("rope_parameters")
         values.pop("tie_word_embeddings", None)
-        if self.layer_layout in ("llama", "olmo2"):
-            values |= rope
-            if self.rope_parameters["rope_type"] != "default":
-                scaling = {k: v for k, v in self.rope_parameters.items() if k not in rope}
-                values["rope_scaling"] = scaling
-        return values
+        if self.layer_layout not in ("llama", "olmo2"):
+            return values
+        if rope["rope_type"] == "default":
+            return values | {"rope_theta": rope["rope_theta"]}
+        # `rope_theta` beside `rope_scaling` fails in the bare configuration that a Trainer reads.
+        return values | {"rope_parameters": rope, "rope_scaling": dict(rope)}
 
 
 class HuginnCache(DynamicCache):
@@ -279,6 +280,11 @@ def eager_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+def attention_named(name: str | None) -> Any:
+    """The attention function of an implementation, as every transformers 5 has it."""
+    return eager_attention if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+
+
 class HuginnRMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32 at least."""
 
@@ -332,11 +338,9 @@ class HuginnAttention(nn.Module):
         q, k = self._turned(q, context), self._turned(k, context)
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, goes_on)
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
         mask = None if context.mask is None else context.mask.to(x.device)
-        out, _ = attention_interface(self, q, k, v, mask, dropout=0.0, scaling=self.scaling)
+        attend = attention_named(self.config._attn_implementation)
+        out, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling)
         return self.proj(out.reshape(*x.shape[:-1], -1))
 
     def _turned(self, x: Tensor, context: HuginnContext) -> Tensor:
@@ -709,6 +713,21 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
                     )
         return GenerationMixin._prepare_generation_config(
             cast(Any, self), generation_config, *args, **kwargs
+        )
+
+    def _get_candidate_generator(  # type: ignore[override]
+        self, generation_config: Any, *args: Any, model_kwargs: Any, **kwargs: Any
+    ) -> Any:
+        """Let an assistant think as deep as it says itself, or this model at fewer turns draft."""
+        generation_config = copy.deepcopy(generation_config)
+        draft = {name: value for name, value in model_kwargs.items() if name not in _DEPTH}
+        turns, generation_config.assistant_early_exit = generation_config.assistant_early_exit, None
+        if turns is not None:
+            kwargs["assistant_model"] = self
+            draft["turns"] = turns
+        mixin: Any = GenerationMixin
+        return mixin._get_candidate_generator(
+            self, generation_config, *args, model_kwargs=draft, **kwargs
         )
 
     def _prepare_cache_for_generation(

@@ -14,6 +14,7 @@ Shapes: B rows, S tokens, P tokens in the cache, D width, H heads, W width of a 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from dataclasses import dataclass
@@ -214,6 +215,11 @@ def eager_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+def attention_named(name: str | None) -> Any:
+    """The attention function of an implementation, as every transformers 5 has it."""
+    return eager_attention if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+
+
 class OuroAttentionSlot(nn.Module):
     """Attention of one layer in one turn, by the implementation that the configuration names; it
     has no weights. vLLM keeps the keys and values of a slot here, by `layer_idx`."""
@@ -231,10 +237,7 @@ class OuroAttentionSlot(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
-        out, _ = attention_interface(
+        out, _ = attention_named(self.config._attn_implementation)(
             self,
             q,
             k,
@@ -690,6 +693,21 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
                     )
         return GenerationMixin._prepare_generation_config(
             cast(Any, self), generation_config, *args, **kwargs
+        )
+
+    def _get_candidate_generator(  # type: ignore[override]
+        self, generation_config: Any, *args: Any, model_kwargs: Any, **kwargs: Any
+    ) -> Any:
+        """Let an assistant think as deep as it says itself, or this model at fewer turns draft."""
+        generation_config = copy.deepcopy(generation_config)
+        draft = {name: value for name, value in model_kwargs.items() if name not in _DEPTH}
+        turns, generation_config.assistant_early_exit = generation_config.assistant_early_exit, None
+        if turns is not None:
+            kwargs["assistant_model"] = self
+            draft["turns"] = turns
+        mixin: Any = GenerationMixin
+        return mixin._get_candidate_generator(
+            self, generation_config, *args, model_kwargs=draft, **kwargs
         )
 
     def _prepare_cache_for_generation(
