@@ -1,12 +1,13 @@
 """What the tests of the portable modelling files share."""
 
 import json
+from contextlib import contextmanager
 
 import fresh
 import pytest
 import torch
 from ouro_models import tokens
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}  # fp64: another order of sums
 SINGLE = 1e-6  # of the whole, in the L2 norm
@@ -48,6 +49,24 @@ def check_cache_keeps_its_turns(net, code, cache):
     assert net(tokens(1, 1), turns=4, past_key_values=held).logits.shape[1] == 1
     with pytest.raises(TypeError, match=f"past_key_values: expected an? {cache}"):
         net(tokens(1, 1), past_key_values=DynamicCache())
+
+
+def small_llama():
+    """One of the tests' vocabulary, that drafts."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, vocab_size=320, **sizes)).eval()
+
+
+@contextmanager
+def turns_of_passes(net):
+    """A list of the turns that the passes of `net` take."""
+    taken = []
+    hook = net.register_forward_hook(lambda *given: taken.append(int(given[-1].turns.max())))
+    try:
+        yield taken
+    finally:
+        hook.remove()
 
 
 BLOCKED = """

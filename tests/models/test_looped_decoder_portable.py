@@ -262,6 +262,20 @@ def test_generation_settings_say_the_depth_as_of_the_native_model(stored, given,
     assert found[0] == found[1]
 
 
+def test_noise_is_drawn_for_the_places_of_a_call_alone(monkeypatch):
+    """And is a row of the table of all places, to the bit."""
+    table, drawn = torch.cat([portable._noise_block(i, 8) for i in range(40)]), []
+    for positions in ([[0, 1, 2]], [[2559]], [[63, 64, 0, 0], [2000, 65, 64, 1]]):
+        places = torch.tensor(positions)
+        assert torch.equal(portable._placed_noise(places, 8), table[places])
+    block = portable._noise_block
+    monkeypatch.setattr(
+        portable, "_noise_block", lambda i, *rest: drawn.append(i) or block(i, *rest)
+    )
+    portable._placed_noise(torch.tensor([[130, 2559], [128, 191]]), 8)
+    assert drawn == [2, 39]
+
+
 @pytest.mark.parametrize("way", [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 2}])
 def test_drafts_change_no_token(way):
     _, other = pair("llama", 3, torch.float32)

@@ -34,6 +34,7 @@ def language_loss(
     targets = next_tokens(labels, outputs.real, outputs.starts).to(h.device)
     if not is_plain_linear(head) or head.bias is not None:
         return _by_calling(head, h, targets, count)
+    count = count.to(h.device) if isinstance(count, Tensor) else count
     return linear_cross_entropy(h, head.weight, targets, count=count).loss
 
 
@@ -42,8 +43,10 @@ def _by_calling(head: nn.Module, h: Tensor, targets: Tensor, count: Tensor | int
     kept = targets != IGNORED
     logits = head(h[kept])
     wide = torch.promote_types(logits.dtype, torch.float32)
-    total = F.cross_entropy(logits.to(wide), targets[kept], reduction="sum")
-    return total / (kept.sum().clamp_min(1) if count is None else count)
+    aims = targets[kept].to(logits.device)  # of a head that is tied to the embedding, the first
+    total = F.cross_entropy(logits.to(wide), aims, reduction="sum")
+    count = kept.sum().clamp_min(1) if count is None else count
+    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
 def next_tokens(labels: Tensor, real: Tensor | None = None, starts: Tensor | None = None) -> Tensor:

@@ -20,6 +20,7 @@ Shapes: B rows, S tokens, P tokens in the cache, D width, H heads, W width of a 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from dataclasses import dataclass
@@ -279,6 +280,11 @@ def eager_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+def attention_named(name: str | None) -> Any:
+    """The attention function of an implementation, as every transformers 5 has it."""
+    return eager_attention if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+
+
 class HuginnRMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, computed in fp32 at least."""
 
@@ -332,11 +338,9 @@ class HuginnAttention(nn.Module):
         q, k = self._turned(q, context), self._turned(k, context)
         if context.cache is not None:
             k, v = context.cache.append(k, v, turn, self.layer_idx, goes_on)
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
         mask = None if context.mask is None else context.mask.to(x.device)
-        out, _ = attention_interface(self, q, k, v, mask, dropout=0.0, scaling=self.scaling)
+        attend = attention_named(self.config._attn_implementation)
+        out, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.scaling)
         return self.proj(out.reshape(*x.shape[:-1], -1))
 
     def _turned(self, x: Tensor, context: HuginnContext) -> Tensor:
@@ -587,11 +591,12 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             targets = _next_tokens(labels, real, context.documents)
             wide = torch.promote_types(out.dtype, torch.float32)
-            found = self.lm_head(out).to(wide).flatten(0, 1), targets.flatten()
+            logits = self.lm_head(out)
+            found = logits.to(wide).flatten(0, 1), targets.to(logits.device).flatten()
             if num_items_in_batch is None:
                 loss = F.cross_entropy(*found)
             else:
-                count = torch.as_tensor(num_items_in_batch, device=out.device)
+                count = torch.as_tensor(num_items_in_batch, device=logits.device)
                 loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: held}
         output = HuginnCausalLMOutput(
@@ -708,6 +713,21 @@ class HuginnForCausalLM(PreTrainedModel, GenerationMixin):
                     )
         return GenerationMixin._prepare_generation_config(
             cast(Any, self), generation_config, *args, **kwargs
+        )
+
+    def _get_candidate_generator(  # type: ignore[override]
+        self, generation_config: Any, *args: Any, model_kwargs: Any, **kwargs: Any
+    ) -> Any:
+        """Let an assistant think as deep as it says itself, or this model at fewer turns draft."""
+        generation_config = copy.deepcopy(generation_config)
+        draft = {name: value for name, value in model_kwargs.items() if name not in _DEPTH}
+        turns, generation_config.assistant_early_exit = generation_config.assistant_early_exit, None
+        if turns is not None:
+            kwargs["assistant_model"] = self
+            draft["turns"] = turns
+        mixin: Any = GenerationMixin
+        return mixin._get_candidate_generator(
+            self, generation_config, *args, model_kwargs=draft, **kwargs
         )
 
     def _prepare_cache_for_generation(

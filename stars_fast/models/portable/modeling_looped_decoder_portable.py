@@ -444,6 +444,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
             held = None
         embedded = {"input_ids": input_ids} if inputs_embeds is None else {"inputs_embeds": given}
         h = _tensor(self.stem(**embedded, position_ids=positions, use_cache=False))
+        positions = positions.to(h.device)
         every = self._arguments(h, past, positions, attention_mask, documents)
         ends = config.prelude, config.prelude + config.block
         slots = None if held is None else _Slots(held, config.parts[0], 0)
@@ -467,7 +468,7 @@ class LoopedDecoderModel(LoopedDecoderPreTrainedModel):
                 if tol_per == "sequence":
                     still = still.all(1, keepdim=True).expand_as(still)
                 moving = torch.ones_like(still) if moving is None else moving
-                taken[moving & still] = turn + 1
+                taken[(moving & still).to(taken.device)] = turn + 1
                 moving = moving & ~still
                 if not moving.any():
                     if held is not None:
@@ -650,11 +651,12 @@ class LoopedDecoderForCausalLM(LoopedDecoderPreTrainedModel, GenerationMixin):
         if labels is not None:
             targets = self._targets(labels, attention_mask, position_ids)
             wide = torch.promote_types(h.dtype, torch.float32)
-            found = self._logits(h).to(wide).flatten(0, 1), targets.flatten()
+            logits = self._logits(h)
+            found = logits.to(wide).flatten(0, 1), targets.to(logits.device).flatten()
             if num_items_in_batch is None:
                 loss = F.cross_entropy(*found)
             else:
-                count = torch.as_tensor(num_items_in_batch, device=h.device)
+                count = torch.as_tensor(num_items_in_batch, device=logits.device)
                 loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         output = LoopedDecoderCausalLMOutput(
@@ -988,9 +990,9 @@ def _still(before: Tensor, after: Tensor, tol: float, pads: Tensor | None) -> Te
 def _placed_noise(positions: Tensor, width: int) -> Tensor:
     """Normal numbers [B or 1, S, D] in fp32 that are a function of the position alone, so that a
     token starts alike with and without a cache, beside pads and in any batch."""
-    blocks = int(positions.max()) // _NOISE_ROWS + 1
-    table = torch.cat([_noise_block(i, width) for i in range(blocks)])
-    return table.to(positions.device)[positions]
+    blocks, block = (positions // _NOISE_ROWS).unique(return_inverse=True)
+    table = torch.cat([_noise_block(i, width) for i in blocks.tolist()])
+    return table.to(positions.device)[block * _NOISE_ROWS + positions % _NOISE_ROWS]
 
 
 @lru_cache(maxsize=1024)

@@ -14,6 +14,7 @@ Shapes: B rows, S tokens, P tokens in the cache, D width, H heads, W width of a 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class OuroCache(DynamicCache):
         that do not go on ([B] boolean) keep those of the turn before."""
         if goes_on is not None:
             kept = self.newest(turn - 1, layer, k.shape[-2])
-            rows = goes_on[:, None, None, None]
+            rows = goes_on.to(k.device)[:, None, None, None]
             k, v = (torch.where(rows, new, old) for new, old in zip((k, v), kept, strict=True))
         return self.update(k, v, turn * self.turn_layers + layer)
 
@@ -214,6 +215,11 @@ def eager_attention(
     return (weights @ v).transpose(1, 2), weights
 
 
+def attention_named(name: str | None) -> Any:
+    """The attention function of an implementation, as every transformers 5 has it."""
+    return eager_attention if name in (None, "eager") else ALL_ATTENTION_FUNCTIONS[name]
+
+
 class OuroAttentionSlot(nn.Module):
     """Attention of one layer in one turn, by the implementation that the configuration names; it
     has no weights. vLLM keeps the keys and values of a slot here, by `layer_idx`."""
@@ -231,10 +237,7 @@ class OuroAttentionSlot(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention
-        )
-        out, _ = attention_interface(
+        out, _ = attention_named(self.config._attn_implementation)(
             self,
             q,
             k,
@@ -481,7 +484,7 @@ class OuroModel(OuroPreTrainedModel):
             if tol and turn + 1 < limit:
                 still = _rests(before, h, tol, real)
                 fresh = still if goes_on is None else still & goes_on
-                taken[fresh] = turn + 1
+                taken[fresh.to(taken.device)] = turn + 1
                 goes_on = ~still if goes_on is None else goes_on & ~still
                 if not goes_on.any():
                     if held is not None:
@@ -500,7 +503,8 @@ class OuroModel(OuroPreTrainedModel):
         """[B, S]: log of the probability of not leaving after the turn that gave h, in fp32 at
         least, where the probability does not saturate."""
         gate, wide = self.early_exit_gate, torch.promote_types(h.dtype, torch.float32)
-        logits = F.linear(h.to(wide), gate.weight.to(wide), gate.bias.to(wide))
+        weight, bias = (p.to(h.device, wide) for p in (gate.weight, gate.bias))
+        logits = F.linear(h.to(wide), weight, bias)
         return F.logsigmoid(-logits.squeeze(-1))
 
     def _cache(self, given: Any, use_cache: bool | None, turns: int) -> OuroCache | None:
@@ -637,11 +641,12 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
                 ends = F.pad(position_ids.diff(dim=1) <= 0, (0, 1))
                 targets = targets.masked_fill(ends.to(targets.device), -100)
             wide = torch.promote_types(h.dtype, torch.float32)
-            found = self.lm_head(h).to(wide).flatten(0, 1), targets.flatten()
+            logits = self.lm_head(h)
+            found = logits.to(wide).flatten(0, 1), targets.to(logits.device).flatten()
             if num_items_in_batch is None:
                 loss = F.cross_entropy(*found)
             else:
-                count = torch.as_tensor(num_items_in_batch, device=h.device)
+                count = torch.as_tensor(num_items_in_batch, device=logits.device)
                 loss = F.cross_entropy(*found, reduction="sum") / count
         named: dict[str, Any] = {CACHE: outputs.get(CACHE)}
         output = OuroCausalLMOutput(
@@ -688,6 +693,21 @@ class OuroForCausalLM(OuroPreTrainedModel, GenerationMixin):
                     )
         return GenerationMixin._prepare_generation_config(
             cast(Any, self), generation_config, *args, **kwargs
+        )
+
+    def _get_candidate_generator(  # type: ignore[override]
+        self, generation_config: Any, *args: Any, model_kwargs: Any, **kwargs: Any
+    ) -> Any:
+        """Let an assistant think as deep as it says itself, or this model at fewer turns draft."""
+        generation_config = copy.deepcopy(generation_config)
+        draft = {name: value for name, value in model_kwargs.items() if name not in _DEPTH}
+        turns, generation_config.assistant_early_exit = generation_config.assistant_early_exit, None
+        if turns is not None:
+            kwargs["assistant_model"] = self
+            draft["turns"] = turns
+        mixin: Any = GenerationMixin
+        return mixin._get_candidate_generator(
+            self, generation_config, *args, model_kwargs=draft, **kwargs
         )
 
     def _prepare_cache_for_generation(
@@ -798,7 +818,7 @@ def _rests(before: Tensor, after: Tensor, tol: float, real: Tensor | None) -> Te
     """[B] boolean: sequences of which a turn changed no token's state by more than `tol`, relative
     to the new state; pads hold nobody up."""
     wide = torch.promote_types(after.dtype, torch.float32)
-    change = (after.to(wide) - before.to(wide)).norm(dim=-1)
+    change = (after.to(wide) - before.to(after.device, wide)).norm(dim=-1)
     still = change <= tol * after.to(wide).norm(dim=-1)
     return (still if real is None else still | ~real.to(still.device)).all(-1)
 
