@@ -625,10 +625,10 @@ def test_heads_that_do_not_fit_are_named():
     "f",
     [
         lambda h: h.sum(axis=-1, keepdims=True) * h,
-        lambda h: torch.as_tensor(h).sin() + torch.as_tensor(h, dtype=torch.float64),
+        lambda h: torch.as_tensor(h).sin() + torch.as_tensor(h, dtype=torch.complex128).real,
         lambda h: h.new(h.size()).copy_(h) * h + h.new(3, 4).fill_(2.0),
-        lambda h: h * torch.empty_like(h).bernoulli_((h > 0) * h.sign()),
-        lambda h: h * torch.empty(3, 4).bernoulli_((h > 0) * h.sign()),
+        lambda h: h * torch.empty_like(h).bernoulli_((h > 0) + 0 * h),
+        lambda h: h * torch.empty(3, 4).bernoulli_((h > 0) + 0 * h),
         lambda h: nn.Softmax()(h) + F.log_softmax(h[None]),
         lambda h: torch.swapaxes(h.sin(), axis0=0, axis1=1).swapaxes_(axis0=0, axis1=1) * h,
         lambda h: torch.cat(h.sin().tensor_split(indices=(1,), dim=1)[::-1], 1),
