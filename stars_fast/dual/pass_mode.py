@@ -196,7 +196,7 @@ def _end(tensor: Tensor) -> int:
 
 
 def _same_view(stack: Tensor, tensor: Tensor) -> Tensor:
-    """What `tensor` is of the primal's memory, of that of both halves."""
+    """The part of both halves that `tensor` is of the primal's memory."""
     if tensor.dtype != stack.dtype:
         stack = torch.view_as_real(stack)
     shape, stride = (2, *tensor.shape), (stack.stride(0), *tensor.stride())
