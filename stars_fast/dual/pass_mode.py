@@ -192,7 +192,7 @@ def _is_view_of(tensor: Tensor, root: Tensor) -> bool:
 def _end(tensor: Tensor) -> int:
     """Where a tensor ends in its memory, in bytes."""
     reach = sum(step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return (tensor.storage_offset() + reach + 1) * tensor.itemsize
+    return int(tensor.storage_offset() + reach + 1) * tensor.itemsize
 
 
 def _same_view(stack: Tensor, tensor: Tensor) -> Tensor:

@@ -27,9 +27,12 @@ def _tensor(data: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:
     return made.requires_grad_(requires_grad)
 
 
-def _attention(*args: Any) -> Any:
-    *others, scale, enable_gqa = args
-    return F.scaled_dot_product_attention(*others, scale=scale, enable_gqa=enable_gqa)
+def _attention(
+    query: Any, key: Any, value: Any, mask: Any, dropout: Any, causal: Any, scale: Any, gqa: Any
+) -> Any:
+    return F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa
+    )
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
