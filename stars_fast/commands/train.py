@@ -17,7 +17,6 @@ USAGE = "usage: stars-fast train RECIPE [--resume [auto]] [--dry-run] [--field v
 
 _AUTO = "--resume=auto"
 _FLAGS = ("--resume", _AUTO, "--dry-run")
-_RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 _WORDS = """\
 
@@ -72,11 +71,8 @@ def main(words: Sequence[str]) -> int:
     config = load_config(recipe, overrides)
     if must_resume:
         _check_resume(config.out)
-    restart = None if must_resume or _AUTO in words else _restart()
-    resume = must_resume or _AUTO in words or restart is not None
+    resume = must_resume or _AUTO in words
     if os.environ.get("RANK", "0") == "0":
-        if restart is not None:
-            print(f"stars-fast: {restart}: as with --resume auto", file=sys.stderr)
         for line in without_effect(recipe, overrides, config):
             print(f"stars-fast: warning: {line}", file=sys.stderr)
     if "--dry-run" in words:
@@ -118,15 +114,6 @@ def _plain_flag(word: str) -> str:
     if has_value:
         raise ConfigError(f"{flag}: expected no value, got {value!r}; leave the flag out for no")
     return flag
-
-
-def _restart() -> str | None:
-    """The variable by which torchrun or Slurm says that it has started this command before."""
-    for name in _RESTARTS:
-        count = os.environ.get(name, "")
-        if count.isdecimal() and int(count) > 0:
-            return f"{name}={count}"
-    return None
 
 
 def _run(config: Any, resume: bool) -> int:

@@ -23,7 +23,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from stars_fast.dual import layout
 from stars_fast.dual.caller import frame_outside, torch_keeps
 from stars_fast.dual.layout import stack_pair
-from stars_fast.dual.registry import RECORDERS, RULES, Rule, answer_without_rule, report
+from stars_fast.dual.registry import (
+    RECORDERS,
+    RULES,
+    Rule,
+    answer_without_rule,
+    objects_named,
+    report,
+)
 from stars_fast.dual.running import settle_before, state
 
 _wrapper = torch.Tensor._make_wrapper_subclass
@@ -34,6 +41,16 @@ _get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 # A wrapper has no memory: what asks for its address is an error, and no null pointer.
 _refuse_address = torch._C._set_throw_on_mutable_data_ptr
 _forward_mode = torch._C._is_fwd_grad_enabled
+_FORM = frozenset(
+    each
+    for name in """
+        dtype device layout shape size dim ndim ndimension numel nelement __len__ stride
+        is_contiguous storage_offset element_size itemsize nbytes requires_grad is_leaf get_device is_cuda is_cpu
+        is_meta is_xpu is_mps is_floating_point is_complex is_signed is_same_size result_type
+    """.split()
+    for each in objects_named(name)
+)
+"""Questions about what a tensor is, whose answers hold no number of it."""
 _NESTED = (
     "stars_fast: a dual pass inside a dual pass; the block may not call fused_jvp or fused_jsrr on "
     "a state that carries a tangent, nor with a block that uses one (detach it where a number is "
@@ -187,7 +204,7 @@ def respond(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         if _is_left_over(arg) and not torch_keeps():
             args, kwargs = tree_map(_without_left_overs, (args, kwargs))
             return func(*args, **kwargs)
-    if not _forward_mode() and _is_constant_here():
+    if not _forward_mode() and func not in _FORM and _is_constant_here():
         settle_before(func, args, kwargs)
         args, kwargs = tree_map(primal_of, (args, kwargs))
         return func(*args, **kwargs)

@@ -394,6 +394,36 @@ def test_tensors_by_keyword_reach_a_function_with_their_tangent():
     check(lambda h: Cube.apply(x=h.sin()) * h, 3, 4)
 
 
+class Sized(torch.autograd.Function):
+    """A weight for a tensor that it is told of in a list, as what gathers or offloads weights."""
+
+    @staticmethod
+    def forward(ctx, weight, told, ask):
+        ask(told[0])
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None, None
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda x: x.size(0), lambda x: x.shape[-1], lambda x: x.dim(), lambda x: x.ndim, len,
+        lambda x: x.numel(), lambda x: x.requires_grad, lambda x: x.is_floating_point(),
+        lambda x: x.is_contiguous(), lambda x: x.is_cuda, lambda x: x.stride(), lambda x: x.device,
+    ],
+)  # fmt: skip
+def test_a_custom_function_may_ask_what_a_tensor_is(ask):
+    weight = state(4, 4, seed=5).requires_grad_()
+    args = state(3, 4), state(3, 4, seed=4)
+    found = fused_jvp(lambda h: h.sin() @ Sized.apply(weight, [h], ask), *args)
+    torch.testing.assert_close(found, fused_jvp(lambda h: h.sin() @ weight, *args))
+    with pytest.raises(RuntimeError, match="met a tensor with a tangent"):
+        fused_jvp(lambda h: h @ Sized.apply(weight, [h], torch.round), *args)
+
+
 class Scaled(torch.autograd.Function):
     """A function of weights alone, which does more than read them."""
 

@@ -66,8 +66,7 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
     """Train as `config` says, in this process or as one of those that torchrun started.
 
     With `resume` the run in the folder continues from its newest checkpoint, bit for bit on the CPU
-    and with `train.deterministic` on a GPU; a folder that is not there yet begins. Of several
-    processes it is enough that one has it: torchrun counts restarts on each machine apart.
+    and with `train.deterministic` on a GPU; a folder that is not there yet begins.
 
     Raises:
         ConfigError: a configuration or folder that cannot be used, TrainingFailure for a run that
@@ -77,7 +76,6 @@ def train(config: RunConfig, resume: bool = False) -> Outcome:
         weights = _block_weights(config) if world.device.type == "cpu" else None
         notes = settle_threads(config.train.threads, weights, world.device)
         folder = RunFolder(str(config.out))
-        resume = world.largest(int(resume)) > 0
         world.together(lambda: check(config, world, folder, resume))
         with owned(folder, config, world, resume) as claim:
             task = Task(config, world)

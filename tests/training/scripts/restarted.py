@@ -1,12 +1,10 @@
-"""`stars-fast` under torchrun, whose processes die in the second step of their first start. In the
-next the first process counts no restart, as on a machine whose own processes have not failed."""
+"""`stars-fast` under torchrun, whose processes die in the second step of their first start."""
 
 import os
 import signal
 import sys
 
 from stars_fast.cli import main
-from stars_fast.commands import train as command
 from stars_fast.training.run import trainer
 
 train_step = trainer.train_step
@@ -20,6 +18,4 @@ def dies(loss, optimizer, config, window, plan, world):
 
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     trainer.train_step = dies
-elif os.environ["RANK"] == "0":
-    command._restart = lambda: None
 sys.exit(main(sys.argv[1:]))
