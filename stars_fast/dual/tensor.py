@@ -46,7 +46,8 @@ _FORM = frozenset(
     for name in """
         dtype device layout shape size dim ndim ndimension numel nelement __len__ stride
         is_contiguous storage_offset element_size itemsize nbytes requires_grad is_leaf get_device
-        is_cuda is_cpu is_meta is_xpu is_mps is_floating_point is_complex is_signed is_same_size result_type
+        is_cuda is_cpu is_meta is_xpu is_mps is_floating_point is_complex is_signed
+        is_same_size result_type
     """.split()
     for each in objects_named(name)
 )
