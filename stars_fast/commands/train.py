@@ -25,7 +25,7 @@ RECIPE      a recipe of the package (stars-fast recipes), a YAML file, or a run 
             (on a GPU with --train.deterministic true)
 --resume auto
             the same if there is a run in the folder, else start one: for jobs that are
-            started again; in one that torchrun or Slurm has restarted it is the default
+            started again
 --dry-run   say what the run would be, take and write; nothing is made or loaded
 --help      after a recipe: with its values
 --help-all  every field"""

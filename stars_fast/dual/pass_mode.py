@@ -4,8 +4,8 @@ assignment of what depends on h.
 While a pass runs, a torch function mode notes the plain tensors that the block's own calls make,
 and the views of them. The first value with a tangent that is written into such a tensor turns it,
 and its views, into Duals with one stack between them; what was detached from it shares the values
-alone. A tensor from outside of the pass, such as a
-buffer, is not turned: it would keep a tangent beyond the pass.
+alone. A tensor from outside of the pass, such as a buffer, is not turned: it would keep a tangent
+beyond the pass.
 """
 
 from __future__ import annotations

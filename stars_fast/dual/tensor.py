@@ -44,14 +44,13 @@ _forward_mode = torch._C._is_fwd_grad_enabled
 _FORM = frozenset(
     each
     for name in """
-        dtype device layout shape size dim ndim ndimension numel nelement __len__ stride
-        is_contiguous storage_offset element_size itemsize nbytes requires_grad is_leaf get_device
-        is_cuda is_cpu is_meta is_xpu is_mps is_floating_point is_complex is_signed
-        is_same_size result_type
+        dtype device layout size dim ndimension numel nelement __len__ stride is_contiguous
+        storage_offset element_size itemsize nbytes requires_grad is_leaf get_device is_cuda is_cpu
+        is_meta is_xpu is_mps is_floating_point is_complex is_signed is_same_size result_type
     """.split()
     for each in objects_named(name)
 )
-"""Questions about what a tensor is, whose answers hold no number of it."""
+"""Questions about what a tensor is, whose answers hold no number of it, beside those of `QUICK`."""
 _NESTED = (
     "stars_fast: a dual pass inside a dual pass; the block may not call fused_jvp or fused_jsrr on "
     "a state that carries a tangent, nor with a block that uses one (detach it where a number is "

@@ -20,8 +20,6 @@ from portable_files import (
     alone,
     assert_same_states,
     check_cache_keeps_its_turns,
-    small_llama,
-    turns_of_passes,
 )
 from transformers import (
     AutoConfig,
@@ -32,7 +30,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from transformers.modeling_utils import AttentionInterface
 
 from stars_fast.cli import main
 from stars_fast.models.export import export_run
@@ -232,41 +229,6 @@ def test_generation_is_called_as_by_others(tmp_path):
     assert torch.equal(made, native.generate(inputs_embeds=embeds, max_new_tokens=8))
     with pytest.raises(NotImplementedError, match="generate_batch: expected generate"):
         other.generate_batch([[5, 6]], max_new_tokens=2)
-
-
-@pytest.mark.parametrize(
-    "way",
-    [{"assistant_early_exit": 1}, {"prompt_lookup_num_tokens": 2}],
-)
-def test_drafts_change_no_token(way):
-    other, ids = pair("published")[1], tokens(1, 7)
-    how = {"turns": 6, "new": 10, "eos_token_id": 2}
-    with turns_of_passes(other) as taken:
-        drafted = greedy(other, ids, **how, **way)
-    assert torch.equal(drafted, greedy(other, ids, **how))
-    assert set(taken) == ({1, 6} if "assistant_early_exit" in way else {6})
-
-
-def test_an_assistant_thinks_as_deep_as_it_says():
-    other, ids, llama = pair("published")[1], tokens(1, 7), small_llama()
-    alone = greedy(other, ids, turns=6)
-    assert torch.equal(greedy(other, ids, turns=6, assistant_model=llama), alone)
-    with turns_of_passes(other) as taken:
-        drafted = greedy(llama, ids, assistant_model=other)
-    assert torch.equal(drafted, greedy(llama, ids))
-    assert set(taken) == {4}
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@torch.no_grad()
-def test_attention_is_found_where_transformers_has_no_call_for_it(attention, monkeypatch):
-    """As in 5.0."""
-    other, ids = pair("published")[1], tokens(1, 7)
-    expected = other(ids).logits
-    monkeypatch.delattr(AttentionInterface, "get_interface")
-    other.set_attn_implementation(attention)
-    torch.testing.assert_close(other(ids).logits, expected, **EXACT)
-    other.set_attn_implementation("sdpa")
 
 
 @pytest.mark.parametrize("name", ["turns", "exit_at_step", "exit_threshold", "tol"])

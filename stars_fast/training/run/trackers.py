@@ -56,21 +56,20 @@ def open_trackers(
 
     Raises:
         ValueError: a name that is not in TRACKERS.
-        ConfigError: W&B or trackio is asked for and not installed, or can't begin a run.
+        ConfigError: W&B or trackio is asked for and not installed, or one can't begin a run.
         OSError: a file can't be written.
     """
     if unknown := sorted(set(names) - set(TRACKERS)):
         raise ValueError(f"names: expected some of {TRACKERS}, got {unknown[0]!r}")
     opened: list[Tracker] = []
     for name in dict.fromkeys(names):
-        if name == "wandb":
-            with _beginning(name):
+        with _beginning(name):
+            if name == "wandb":
                 opened.append(_WandB(folder, run, project, config))
-        elif name == "trackio":
-            with _beginning(name):
+            elif name == "trackio":
                 opened.append(_Trackio(run, project, config, resumes=step > 0))
-        elif (events := _TensorBoard.open(folder, step)) is not None:
-            opened.append(events)
+            elif (events := _TensorBoard.open(folder, step)) is not None:
+                opened.append(events)
     return opened
 
 
