@@ -30,7 +30,7 @@ from studies.records import Records
 MAY_DIFFER = frozenset(
     MAY_CHANGE
     - {"train.steps", "train.epochs", "train.max_nonfinite"}
-    - {"train.micro_batch_size", "train.accumulation"}
+    - {"train.micro_batch_size", "train.accumulation", "model.path"}
     - {"data.source", "data.subset", "data.split", "data.train_file", "data.test_file"}
 )
 """Fields that a run of a study may have otherwise than its definition: those that do not change

@@ -31,6 +31,8 @@ from stars_fast.models.loop import Loop
 from stars_fast.models.reading import read_tokenizer
 from stars_fast.models.shape import Shape
 
+_ORIGIN = {"_name_or_path", "transformers_version", "dtype", "auto_map"}
+"""Fields of a `config.json` that say where and in which form a checkpoint lies."""
 _ASKS_HUB = ContextVar("asks_hub", default=True)
 
 
@@ -149,6 +151,17 @@ class Family(ABC):
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
 
+    def differing(self, model: Any, folder: Path) -> list[str]:
+        """Fields of a model's configuration that are others than `keep` wrote, by name, but for
+        those of where it was loaded from and by what.
+
+        Args:
+            folder: `RunFolder.model`.
+        """
+        kept = type(model.config).from_pretrained(folder)
+        before, now = (_without_origin(each.to_dict()) for each in (kept, model.config))
+        return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+
     @abstractmethod
     def outline(self, run: RunFolder) -> nn.Module:
         """The model of a run, on the CPU, whose weights are still to be loaded."""
@@ -208,6 +221,13 @@ class Family(ABC):
         Returns:
             [B, S + N] int64, N <= `max_new_tokens`.
         """
+
+
+def _without_origin(config: Any) -> Any:
+    """The plain values of a configuration, also inside of it, without those of its origin."""
+    if not isinstance(config, Mapping):
+        return config
+    return {k: _without_origin(v) for k, v in config.items() if k not in _ORIGIN}
 
 
 @cache

@@ -43,6 +43,7 @@ MAY_CHANGE = {
     "train.epochs",
     "train.report_to",
     "train.project",
+    "model.path",
     "data.source",
     "data.subset",
     "data.split",
@@ -58,7 +59,7 @@ MAY_CHANGE = {
     "memory.budget",
 }
 """Fields that a resumed run may set anew, beside those of eval; any other would make it another
-run. The data are held against those of the checkpoint, wherever they lie."""
+run. The data and the model are held against those of the run, wherever they lie."""
 
 
 def nothing_to_resume(run: RunFolder) -> str | None:

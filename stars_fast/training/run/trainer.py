@@ -17,7 +17,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import cant_write
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
-from stars_fast.models.families import family_named
+from stars_fast.models.families import family_named, section_of
 from stars_fast.training.config import RunConfig
 from stars_fast.training.graphs.set_up import refused, set_up_graphs
 from stars_fast.training.run.changed import changed_settings
@@ -220,6 +220,8 @@ class Trainer:
                 "the training data differ between processes: their machines have other files or "
                 "another version of data.source"
             )
+        if resume:
+            world.together(lambda: self._check_model() if world.first else None)
         self._load()
         if self.step > train.total_steps:
             raise ConfigError(
@@ -438,6 +440,23 @@ class Trainer:
         self.checkpoints.save(self.step, self.model, self.optimizer, state, before)
         self.progress.pause()
         self.meter.since += time.perf_counter() - start  # tokens/s is that of the steps
+
+    def _check_model(self) -> None:
+        """Refuse another model than the run's at a `model.path` that has changed. Its weights are
+        those of the checkpoint, but for what adapters are trained on, which `_load` looks at.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        folder, section = self.folder, self.config.model
+        if not (folder.model / "config.json").exists() or section == section_of(folder):
+            return
+        differing = self.task.family.differing(self.task.loop.model, folder.model)
+        if differing:
+            raise ConfigError(
+                f"model.path: expected the model of the run in {folder.path}, got one whose "
+                f"configuration differs in {', '.join(differing)}"
+            )
 
     def _load(self) -> None:
         """Continue from the newest checkpoint that is whole, if there is one."""
