@@ -17,7 +17,7 @@ from stars_fast.base.errors import ConfigError
 from stars_fast.base.files import cant_write
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import Batches, MicroBatch, Prefetch
-from stars_fast.models.families import family_named, section_of
+from stars_fast.models.families import family_named
 from stars_fast.training.config import RunConfig
 from stars_fast.training.graphs.set_up import refused, set_up_graphs
 from stars_fast.training.run.changed import changed_settings
@@ -34,6 +34,7 @@ from stars_fast.training.run.interrupt import Interrupts
 from stars_fast.training.run.metrics import Meter, MetricsLog, peak_flops, read_metrics
 from stars_fast.training.run.outlook import foreseen, gpus_of
 from stars_fast.training.run.progress import Progress, Speaker, banner, duration
+from stars_fast.training.run.resumed import Sources, check_model, goes_on_otherwise
 from stars_fast.training.run.task import Results, Task
 from stars_fast.training.run.trackers import check_trackers, open_trackers
 from stars_fast.training.scale.distributed import World, processes
@@ -212,16 +213,9 @@ class Trainer:
         self.step = 0
         self.processes = world.size
         self.accumulation = train.accumulation
-        self.fingerprint = task.data.source.fingerprint()
-        held_out = task.data.held_out
-        self.held_out = None if held_out is None else held_out.fingerprint()
-        if world.largest(self.fingerprint) != -world.largest(-self.fingerprint):
-            raise ConfigError(
-                "the training data differ between processes: their machines have other files or "
-                "another version of data.source"
-            )
+        self.sources = Sources.of(task, world)
         if resume:
-            world.together(lambda: self._check_model() if world.first else None)
+            world.together(lambda: check_model(task, folder) if world.first else None)
         self._load()
         if self.step > train.total_steps:
             raise ConfigError(
@@ -432,31 +426,12 @@ class Trainer:
             "unwritten": self.unwritten,
             "processes": self.world.size,
             "accumulation": self.config.train.accumulation,
-            "data": self.fingerprint,
-            "held_out": self.held_out,
-            "base": self.task.base,
+            **self.sources._asdict(),
         }
         before = (lambda: None) if self.log is None else self.log.sync
         self.checkpoints.save(self.step, self.model, self.optimizer, state, before)
         self.progress.pause()
         self.meter.since += time.perf_counter() - start  # tokens/s is that of the steps
-
-    def _check_model(self) -> None:
-        """Refuse another model than the run's at a `model.path` that has changed. Its weights are
-        those of the checkpoint, but for what adapters are trained on, which `_load` looks at.
-
-        Raises:
-            ConfigError: it is one.
-        """
-        folder, section = self.folder, self.config.model
-        if not (folder.model / "config.json").exists() or section == section_of(folder):
-            return
-        differing = self.task.family.differing(self.task.loop.model, folder.model)
-        if differing:
-            raise ConfigError(
-                f"model.path: expected the model of the run in {folder.path}, got one whose "
-                f"configuration differs in {', '.join(differing)}"
-            )
 
     def _load(self) -> None:
         """Continue from the newest checkpoint that is whole, if there is one."""
@@ -464,21 +439,7 @@ class Trainer:
         if checkpoint is None:
             return
         state = self.checkpoints.load(checkpoint, self.model, self.optimizer)
-        if state["data"] != self.fingerprint:
-            raise ConfigError(
-                f"the training data are not those that {checkpoint} was trained on; give the run "
-                "its data back, or start another one from an exported model"
-            )
-        if state.get("held_out", self.held_out) != self.held_out:
-            raise ConfigError(
-                f"the held-out data are not those that the run of {checkpoint} was judged on; give "
-                "it its data back"
-            )
-        if state.get("base") != self.task.base:
-            raise ConfigError(
-                f"the weights that the adapters of {checkpoint} were trained on are not those of "
-                "model.path any more; give the run its model back"
-            )
+        self.sources.check(state, checkpoint)
         self.meter.load(state["meter"])
         self.elapsed = state["meter"]["seconds"]
         self.collapse.load(state["collapse"])
@@ -534,19 +495,9 @@ class Trainer:
     def _warnings(self) -> list[str]:
         """Warnings that a user should have before the run."""
         config = self.config
-        notes = []
-        if self.processes != self.world.size:
-            notes.append(
-                f"the checkpoint is of {self.processes} processes and {self.world.size} go on: the "
-                "same samples in the same order, but not bit for bit"
-            )
-        if self.accumulation != config.train.accumulation:
-            notes.append(
-                f"the checkpoint is of {self.accumulation} micro-batch"
-                f"{'es' * (self.accumulation > 1)} a step on each process and "
-                f"{config.train.accumulation} go on: the same samples in the same order, but other "
-                "draws of depths, of the penalty's samples and of dropout"
-            )
+        notes = goes_on_otherwise(
+            (self.processes, self.world.size), (self.accumulation, config.train.accumulation)
+        )
         notes += self.task.warnings()
         notes += self.penalty.warnings(self.size.micro_samples)
         notes += beyond_the_end(config)
