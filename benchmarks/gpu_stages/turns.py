@@ -21,7 +21,7 @@ DOCUMENT = 600
 """Tokens of a packed document."""
 
 Makers = dict[str, Callable[[], Callable[[], None]]]
-"""What makes a way ready to run, by its name."""
+"""Functions that make a way ready to run, by its name."""
 
 
 def turns(report: Report, device: str, small: bool) -> None:
