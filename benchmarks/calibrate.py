@@ -51,7 +51,7 @@ HOST_COST = {"plain": 43.0 / 37.6, "dual": 64.4 / 99.8}
 (`benchmarks.host_cost`, in `benchmarks/log/2026-11-28.md`)."""
 
 SECTIONS = ("copy", "row ops", "attention", "blocks", "graphs")
-"""Of a run, that are read."""
+"""Sections of a run that are read."""
 
 Key = tuple[str, int, int]
 """A pass, layers and tokens; "dual graph" is one that was captured."""
