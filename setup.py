@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,6 +98,7 @@ def kernels(target: str) -> tuple[Extension, type[build_ext]]:
 
     class Build(base):
         def run(self) -> None:
+            self.force = True  # times of sources tell nothing of headers, nor of another target
             problem = obstacle or (None if IS_TRIAL else trial(target))
             if problem is None:
                 try:
@@ -135,6 +137,9 @@ def wheel() -> dict[str, type]:
 
     class Wheel(base):
         def run(self) -> None:
+            before = self.get_finalized_command("build").build_lib
+            # Modules that are gone since would be in the wheel, and be found by being there.
+            shutil.rmtree(os.path.join(before, "stars_fast"), ignore_errors=True)
             self.run_command("build")  # which may leave the kernels out
             self.skip_build = True  # it is done, and would compile everything once more
             self.root_is_pure = not self.distribution.has_ext_modules()

@@ -1,4 +1,4 @@
-"""The rates of the cost model (`stars-fast plan`) from one run of `gpu_check`.
+"""The rates of the cost model (`stars-fast plan`) from the run of `gpu_check` of 28 November 2026.
 
     python -m benchmarks.calibrate benchmarks/results/2026-11-28-h200.json [--write]
 
@@ -6,12 +6,14 @@ From ops alone: the copy, the row ops, attention. From blocks of one layer: prod
 pass costs beside its layers (the dual pass as a graph); ops that PyTorch runs one by one and its
 products in fp32 (double backward); the host's time (2,048 tokens, run eagerly). The others enter
 nothing: `CHECKS` are what the predictions are held against, within 15 % (`tests/training/plan`).
+Runs since then have other sections, without blocks of one layer at 8,192 tokens, and are refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,9 @@ two lengths."""
 HOST_COST = {"plain": 43.0 / 37.6, "dual": 64.4 / 99.8}
 """Host time of native Ouro layers over that of `SandwichLayer`, forward and backward
 (`benchmarks.host_cost`, in `benchmarks/log/2026-11-28.md`)."""
+
+SECTIONS = ("copy", "row ops", "attention", "blocks", "graphs")
+"""Sections of a run that are read."""
 
 Key = tuple[str, int, int]
 """A pass, layers and tokens; "dual graph" is one that was captured."""
@@ -171,12 +176,17 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.4g}")
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("results", type=Path, help="JSON of gpu_check")
+    parser.add_argument("results", type=Path, help="JSON of gpu_check as it was then")
     parser.add_argument("--write", action="store_true", help="write rates.json of the package")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     results = json.loads(options.results.read_text(encoding="utf-8"))
+    if missing := [name for name in SECTIONS if name not in results]:
+        parser.error(
+            f"results: expected sections {', '.join(SECTIONS)}, as gpu_check wrote on 28 November "
+            f"2026, got none of {', '.join(missing)}"
+        )
     card = cards()["H200"]
     found = Rates(**{k: rounded(v) for k, v in calibrate(results, card)._asdict().items()})
     if options.write:

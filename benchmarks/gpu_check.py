@@ -26,6 +26,7 @@ written after each entry. Exits with 0 if all stages ran and all checks passed, 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -65,6 +66,7 @@ def stage_here(options: argparse.Namespace, path: Path, name: str, seconds: floa
     from benchmarks.gpu_stages import STAGES
     from benchmarks.gpu_stages.report import Report
 
+    gc.freeze()  # what is imported stays, and each attempt would search it for what is free
     torch.manual_seed(0)
     report = Report(path, name, seconds, strict=name in ("smoke", "kernels"))
     before = len(report.data["failures"])
@@ -152,10 +154,13 @@ def _forked(
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    process.join(seconds + GRACE)
-    ended = process.exitcode
-    _end(process.pid)
-    process.join()
+    try:
+        process.join(seconds + GRACE)
+        ended = process.exitcode
+    finally:  # also where this process is told to stop
+        _end(process.pid)
+        process.kill()  # it may not have its group yet
+        process.join()
     if ended is None:
         return f"killed after {seconds + GRACE:.0f} s"
     return None if ended in (0, 1) else f"ended with code {ended}"
@@ -210,7 +215,9 @@ def main() -> int:
         path = Path(options.json or (f"{out}/gpu.json" if out else f"{folder}/gpu.json"))
         if options.stage:
             return stage_here(options, path, options.stage, options.seconds)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # by way of `_end`
         data = run_all(options, path)
     print(stage_lines(data))
     return 1 if data["failures"] else 0

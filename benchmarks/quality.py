@@ -1,14 +1,14 @@
 """Worth of the cheaper penalties at the end of training: addition models, three seeds each.
 
     python -m benchmarks.quality [--out DIR] [--workers 2] [--settings NAME ...] [--seeds 0 1 2]
-    python -m benchmarks.quality --steps 20 --start 10 --seeds 0     # proves the script
+    python -m benchmarks.quality --steps 20 --start 10 --seeds 0 --out runs/try  # to try it
 
 All settings of a seed continue one trunk, a run without a penalty up to the step at which it
 begins; so they differ in the penalty alone. The recipe is `addition-quick-stars` with depths up to
 20 and a constant learning rate (`--decay` lets it fall at the end), where the penalty matters. Each
 run is judged at its last four checkpoints (`--judged`): exact match against turns on unseen sums,
 and the spectral radius of the block at the states of some of them. Stopped, it goes on where it
-was. Writes quality.json and quality.png.
+was; runs of other lengths want another folder. Writes quality.json and quality.png.
 """
 
 from __future__ import annotations
@@ -60,6 +60,16 @@ SETTINGS = {
 }
 """Options of the trainer; lambda is 0.1 unless it is said. "in four" has four micro-batches a step,
 each with a depth of its own, and "micro-batch" the penalty on one of them."""
+
+
+def hold_lengths(options: argparse.Namespace) -> None:
+    """Keep the lengths of the runs of a folder in it; end where it has runs of others, whose
+    results would be taken for these."""
+    asked = {name: getattr(options, name) for name in ("steps", "start", "decay", "judged")}
+    kept = options.out / "lengths.json"
+    if kept.exists() and (found := json.loads(kept.read_text())) != asked:
+        sys.exit(f"--out: expected a folder with runs of {asked}, got {found} in {options.out}")
+    kept.write_text(json.dumps(asked) + "\n")
 
 
 def trunk(out: Path, seed: int, start: int) -> Path:
@@ -154,6 +164,7 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("SETTING", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    hold_lengths(options)
     if options.one:
         torch.set_num_threads(1)
         name, seed = options.one[0], int(options.one[1])

@@ -18,6 +18,9 @@ from stars_fast.base.files import read_text
 from stars_fast.base.unique_keys import parse_json
 from studies.definition import StudyRun
 
+CHECKPOINTS = frozenset({"train.save_every", "train.keep"})
+"""Fields that say which checkpoints there are."""
+
 KEPT_DIGITS = 5
 """Significant digits of the numbers in a record."""
 
@@ -28,7 +31,7 @@ def settings_hash(run: StudyRun, may_differ: frozenset[str]) -> str:
     `may_differ` are the fields that don't. Which checkpoints there are does, where several are
     judged.
     """
-    aside = may_differ - {"train.save_every", "train.keep"}
+    aside = may_differ - CHECKPOINTS
     known = tree.leaves(type(run.config))
     fields = {
         name: value
@@ -72,8 +75,10 @@ class Records:
         record = {name: _short(value) for name, value in entry.items()}
         self._known[known] = record
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = read_text(self.path) if self.path.exists() else ""
+        start = "\n" if text and not text.endswith("\n") else ""  # an editor may leave none
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"settings": known, **record}) + "\n")
+            file.write(start + json.dumps({"settings": known, **record}) + "\n")
 
 
 def _plain(value: Any) -> Any:

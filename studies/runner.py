@@ -25,7 +25,7 @@ from stars_fast.training.scale.distributed import World
 from stars_fast.training.step.cost import expected_costs
 from studies.definition import StudyRun
 from studies.judging import judge_run
-from studies.records import Records
+from studies.records import CHECKPOINTS, Records
 
 MAY_DIFFER = frozenset(
     MAY_CHANGE
@@ -35,6 +35,11 @@ MAY_DIFFER = frozenset(
 )
 """Fields that a run of a study may have otherwise than its definition: those that do not change
 what comes out."""
+
+
+def may_differ(run: StudyRun) -> frozenset[str]:
+    """Those of a run: which checkpoints there are matters where several are judged."""
+    return MAY_DIFFER - (CHECKPOINTS if run.judged.checkpoints > 1 else frozenset())
 
 
 def check_folders(runs: Sequence[StudyRun]) -> None:
@@ -47,7 +52,7 @@ def check_folders(runs: Sequence[StudyRun]) -> None:
         now = tree.flat_mapping(tree.to_dict(run.config))
         changed = [
             f"{name} was {before.get(name)} and is {now.get(name)}"
-            for name in sorted({*before, *now} - MAY_DIFFER)
+            for name in sorted({*before, *now} - may_differ(run))
             if before.get(name) != now.get(name)
         ]
         if changed:
@@ -179,15 +184,14 @@ def status(run: StudyRun, records: Records) -> str:
 
 def run_entry(run: StudyRun, world: World, records: Records) -> dict[str, Any]:
     """Entry of a run in study.json: its setting and what came out, on the first process. What its
-    record says, if it has one."""
+    record says, if it has one, by the names that this study has for the run."""
+    names = {"label": run.label, "levels": run.levels, "overrides": run.overrides}
     if (record := records.of(run)) is not None:
-        return record
+        return record | names
     turns = run.config.trained_turns
     entry: dict[str, Any] = {
-        "label": run.label,
-        "levels": run.levels,
+        **names,
         "seed": run.seed,
-        "overrides": run.overrides,
         "folder": run.folder.name,
         "status": status(run, records),
         "depth": round(run.config.depth.mean(), 2),

@@ -34,11 +34,11 @@ def tree(tmp_path):
     return tmp_path / "tree"
 
 
-def build(tree, command="bdist_wheel", **environment):
-    """`python setup.py <command>`; pip runs the same file."""
+def build(tree, *command, **environment):
+    """`python setup.py <command>`, a wheel by default; pip runs the same file."""
     env = {k: v for k, v in os.environ.items() if k not in ("STARS_FAST_BUILD", "CXX")}
     return subprocess.run(
-        [sys.executable, "setup.py", command],
+        [sys.executable, "setup.py", *(command or ["bdist_wheel"])],
         cwd=tree,
         env={**env, **environment},
         capture_output=True,
@@ -160,6 +160,43 @@ def test_cuda_is_not_built_unasked(tree, tmp_path):
     asked = build(tree, CUDA_HOME=str(toolkit), PATH=path, STARS_FAST_BUILD="cuda")
     assert asked.returncode != 0
     assert "STARS_FAST_BUILD=cuda can't be built: " in asked.stderr
+
+
+def test_what_an_earlier_build_left_is_not_taken_for_new(tree, tmp_path):
+    """Without ninja, whose rules know headers: an older header's kernels, and modules that are gone
+    since."""
+    for source in (tree / "csrc" / "cpu").glob("*.cpp"):
+        source.unlink()
+    header = tree / "csrc" / "cpu" / "said.h"
+    header.write_text('#define SAID "said before"\n')
+    text = '#include "said.h"\n__attribute__((visibility("default"))) const char* said = SAID;\n'
+    (tree / "csrc" / "cpu" / "said.cpp").write_text(text)
+    gone = tree / "stars_fast" / "gone.py"
+    gone.write_text("")
+    (tmp_path / "ninja").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "ninja").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+    def built():
+        """The names in the wheel, and the bytes of its kernels and of those in the tree."""
+        for command in (["bdist_wheel"], ["build_ext", "--inplace"]):
+            done = build(tree, *command, PATH=path, STARS_FAST_BUILD="cpu")
+            assert done.returncode == 0, done.stderr
+        (wheel,) = (tree / "dist").glob("*.whl")
+        (here,) = (tree / "stars_fast").glob("_native*")
+        with zipfile.ZipFile(wheel) as archive:
+            (inside,) = (name for name in archive.namelist() if "_native" in name)
+            return archive.namelist(), archive.read(inside), here.read_bytes()
+
+    assert "stars_fast/gone.py" in built()[0]
+    header.write_text('#define SAID "said after"\n')
+    old = header.stat().st_mtime - 60  # as of a clone that is older than the build
+    os.utime(header, (old, old))
+    gone.unlink()
+    names, wheel, here = built()
+    assert "stars_fast/gone.py" not in names
+    assert b"said after" in wheel
+    assert b"said after" in here
 
 
 def test_without_torch_the_build_is_pure_python_and_says_so(tree, tmp_path):

@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -113,6 +114,36 @@ def test_without_time_nothing_is_negative_and_the_command_fails(script, monkeypa
     data, _ = run(script, monkeypatch, tmp_path, 1e-9, one=good, two=good)
     assert [each["why"] for each in data["failures"]] == ["out of time"] * 2
     assert "found" not in data
+
+
+STOPPED = """
+import os, sys, time
+from benchmarks import gpu_check, gpu_stages
+
+def hangs(report, device, small):
+    report.add("found", {"pid": os.getpid()})
+    time.sleep(600)
+
+gpu_stages.STAGES = {"hangs": gpu_stages.Stage(hangs, 1.0)}
+sys.argv = ["gpu_check.py", "--device", "cpu", "--json", sys.argv[1]]
+sys.exit(gpu_check.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_command_that_is_told_to_stop_leaves_no_stage_behind(tmp_path):
+    """Nor does it need the folder of its results."""
+    path = tmp_path / "made" / "gpu.json"
+    command = [sys.executable, "-c", STOPPED, str(path)]
+    process = subprocess.Popen(command, cwd=BENCHMARKS.parent, stdout=subprocess.DEVNULL)
+    while not (path.exists() and "found" in json.loads(path.read_text())):
+        assert process.poll() is None
+        time.sleep(0.05)
+    stage = json.loads(path.read_text())["found"][0]["pid"]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(stage, 0)
 
 
 def test_parts_add_up_to_the_deadline(script):

@@ -1,15 +1,20 @@
 """Records of finished runs: what a study takes from them, what it adds, what it does not find."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from stars_fast import cli
 from stars_fast.base.errors import ConfigError
+from stars_fast.training.config import save_config
 from stars_fast.training.run import trainer
+from stars_fast.training.scale.distributed import World
 from studies import runner
 from studies.definition import study_runs
+from studies.judging import Judged
 from studies.records import Records, settings_hash
 
 ONE = ["--only", "pre, LayerNorm", "--train.steps", "2"]
@@ -79,6 +84,37 @@ def test_numbers_are_kept_short(tiny, tmp_path):
         "rms": {"1": 1.2346, "2": None},
     }
     Records(None, runner.MAY_DIFFER).add(run, {"seed": 0})  # of no file none are kept
+
+
+def test_a_file_that_ends_without_a_line_break_takes_more_records(tiny, tmp_path):
+    path = tmp_path / "kept.jsonl"
+    path.write_text('{"settings": "0", "seed": 7}')  # as an editor or a merge may leave it
+    run = runs_of(tiny)[0]
+    Records(path, runner.MAY_DIFFER).add(run, {"seed": 0})
+    assert len(path.read_text().splitlines()) == 2
+    assert Records(path, runner.MAY_DIFFER).of(run) == {"seed": 0}
+
+
+def test_a_record_goes_by_the_names_of_the_study_that_takes_it(tiny, tmp_path):
+    """A level that has another name since, or the same settings in another study."""
+    path, world = tmp_path / "kept.jsonl", World(0, 1, torch.device("cpu"))
+    run = runs_of(tiny)[0]
+    before = {"status": "done", "label": "first", "levels": {"place": "first"}, "seed": 0}
+    Records(path, runner.MAY_DIFFER).add(run, before | {"rms": {"1": 1.0}})
+    found = runner.run_entry(run, world, Records(path, runner.MAY_DIFFER))
+    assert (found["label"], found["levels"]) == (run.label, run.levels)
+    assert (found["status"], found["rms"]) == ("done", {"1": 1.0})
+
+
+def test_where_several_checkpoints_are_judged_a_folder_with_others_is_another_run(tiny, tmp_path):
+    """Their mean goes into a record, by the hash of the definition's."""
+    run = runs_of(tiny, out=tmp_path)[0]
+    other = replace(run.config, train=replace(run.config.train, save_every=3))
+    run.folder.mkdir()
+    save_config(other, run.folder / "config.yaml")
+    runner.check_folders([run])
+    with pytest.raises(ConfigError, match=r"train\.save_every was 3 and is 2"):
+        runner.check_folders([replace(run, judged=Judged(checkpoints=2))])
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"seed": 0}'])

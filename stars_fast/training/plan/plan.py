@@ -6,6 +6,7 @@ recipe -> shape, rows -> passes.py: work, on a card at its rates -> seconds ---+
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from stars_fast.training.plan.steps import (
 )
 from stars_fast.training.plan.trained import trained_of
 from stars_fast.training.scale.distributed import World
+from stars_fast.training.step.loop_config import LoopChange
 from stars_fast.training.step.methods import penalty_of
 
 
@@ -109,7 +111,8 @@ def plan(config: Any, gpus: Gpus, document: int = DOCUMENT) -> Plan:
     chances = config.depth.chances(config.train.steps or 10**9)
     most = max(turns for turns, _ in chances)
     reference = config.train.reference_turns
-    alike = run._replace(captured=float(run.captured > 0))  # one number of turns, captured if any
+    # One number of turns, captured if any
+    alike = run._replace(config=_as_sft(config), captured=float(run.captured > 0))
     sft = way(alike, [(reference, 1.0)], steps, penalised=False)
     ours = way(run, chances, steps, config.penalised)
     published = published_way(run, chances, steps, config.penalised) if has_published(run) else None
@@ -146,6 +149,14 @@ def plan(config: Any, gpus: Gpus, document: int = DOCUMENT) -> Plan:
         row_length=_longer_rows(config, gpus, document) if ours.limit == "host" else None,
         adapted=config.lora.wanted,
     )
+
+
+def _as_sft(config: Any) -> Any:
+    """The run with the turns of SFT: the gradient through all of them, and nothing after them."""
+    found = copy(config)  # `replace` would have one-step take its gradient of one turn
+    found.train = replace(config.train, backprop_turns=None)
+    found.loop = LoopChange()
+    return found
 
 
 def _longer_rows(config: Any, gpus: Gpus, document: int) -> int | None:

@@ -85,6 +85,14 @@ def test_steps_on_a_cpu_are_predicted(name, speed):
     assert step_seconds(name, speed) == pytest.approx(TIMED[name]["seconds_at_mean"], rel=0.08)
 
 
+@pytest.mark.parametrize("words", ["--train.backprop_turns 1", "--loop.progressive 0.5"])
+def test_sft_has_its_own_turns_whatever_the_run_does_with_them(words):
+    usual = planned("ouro-numina-fast", "4xA800-80GB")
+    changed = planned("ouro-numina-fast", "4xA800-80GB", *words.split())
+    assert changed.ours.seconds != usual.ours.seconds
+    assert changed.sft == usual.sft
+
+
 # -- what limits a run
 
 

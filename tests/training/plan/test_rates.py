@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import stars_fast.training.plan as package
-from benchmarks.calibrate import CALIBRATES, CHECKS, calibrate, measured, predict, rounded
+from benchmarks.calibrate import CALIBRATES, CHECKS, calibrate, main, measured, predict, rounded
 from stars_fast.training.plan.cards import cards
 from stars_fast.training.plan.rates import rates
 
@@ -27,6 +27,15 @@ def test_the_rates_are_those_of_the_run(results):
     found = calibrate(results, H200)._asdict()
     assert written["rates"] == {name: rounded(value) for name, value in found.items()}
     assert results["copy"][0]["GB/s"] * 1e9 == pytest.approx(H200.copy)
+
+
+def test_a_run_with_other_sections_is_refused_in_a_line(tmp_path, capsys):
+    """As `gpu_check` writes them since."""
+    path = tmp_path / "gpu.json"
+    path.write_text('{"stages": [], "blocks": [], "ops": [], "turns": []}')
+    with pytest.raises(SystemExit):
+        main([str(path)])
+    assert "results: expected sections copy, row ops, attention" in capsys.readouterr().err
 
 
 def test_no_row_is_both_made_from_and_checked(results):
