@@ -116,7 +116,9 @@ def _accuracy_lines(axis: "Axes", accuracy: Mapping[str, Mapping[int, float]], y
 def _level_lines(axis: "Axes", level: Mapping[str, float], beside: Mapping[str, Any]) -> None:
     """Lines of labels that have one value, in the colours after those of the labels `beside`."""
     for index, (label, value) in enumerate(level.items(), len(beside)):
-        axis.axhline(value, label=plain(label), color=colour_of(index), linestyle=(0, (1, 1)), zorder=2)
+        axis.axhline(
+            value, label=plain(label), color=colour_of(index), linestyle=(0, (1, 1)), zorder=2
+        )
 
 
 def percent_axis(axis: "Axes", ylabel: str) -> None:

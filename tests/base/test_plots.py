@@ -217,7 +217,7 @@ def test_names_are_drawn_as_they_are(tmp_path, drawn):
     accuracy = {name: {1: 0.1, 2: 0.9} for name in names}
     accuracy_against_turns(accuracy, tmp_path / "a.png", title="a$_$b", level={"_level": 0.5})
     plots.loss_against_turns(accuracy, tmp_path / "b.png", title="a$_$b")
-    training_curves({name: ROWS for name in names}, tmp_path / "c.png", title="a$_$b")
+    training_curves(dict.fromkeys(names, ROWS), tmp_path / "c.png", title="a$_$b")
     for figure, more in zip(drawn, (["_level"], [], []), strict=True):
         legend = figure.axes[0].get_legend()
         shown = [text.get_text().strip().replace("\\$", "$") for text in legend.get_texts()]
