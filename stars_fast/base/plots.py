@@ -200,7 +200,7 @@ def loss_against_turns(
     for index, (label, points) in enumerate(losses.items()):
         places = sorted(points)
         values = [points[t] for t in places]
-        style = {"color": colour_of(index), "marker": MARKERS[index % 7]}
+        style: dict[str, Any] = {"color": colour_of(index), "marker": MARKERS[index % 7]}
         axis.plot(places, values, label=plain(label), **style)
     turns_axis(axis, sorted({t for points in losses.values() for t in points}))
     _level_lines(axis, level or {}, losses)
