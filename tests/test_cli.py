@@ -70,6 +70,12 @@ def test_train_resume_and_eval(here, capsys):
     assert list(json.loads((here / "e/evaluation.json").read_text())["adaptive"]["runs/tiny"]) == [
         "token"
     ]
+    (here / "file").write_text("")
+    capsys.readouterr()
+    assert main(["eval", "runs/tiny", "--turns", "1", "--out", "file"]) == 2
+    told = capsys.readouterr()
+    assert "--out file can't be made" in told.err
+    assert not told.out  # nothing was evaluated in vain
 
 
 @pytest.mark.parametrize(

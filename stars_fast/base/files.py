@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import codecs
 import errno
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _CHUNK = 1 << 20
 
@@ -72,6 +74,15 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def finite(value: Any) -> Any:
+    """A value for JSON, which has no NaN and no infinity: None in their place, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    return [finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_text(path: Path, text: str) -> None:

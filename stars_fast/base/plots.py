@@ -55,7 +55,7 @@ def accuracy_against_turns(
     _accuracy_lines(axis, accuracy, ylabel)
     turns_axis(axis, sorted({t for points in accuracy.values() for t in points}))
     _level_lines(axis, {label: 100 * value for label, value in (level or {}).items()}, accuracy)
-    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_title(plain(title), loc="left", fontsize=11)
     if isinstance(trained_depth, Mapping):
         _depth_bars(axis, list(accuracy), trained_depth)
     elif trained_depth is not None:
@@ -100,7 +100,7 @@ def accuracy_against_compute(
     percent_axis(axis, ylabel)
     turns_axis(axis, sorted({turns for pairs in points.values() for turns, _ in pairs}))
     axis.set_xlabel("mean turns of the shared block per token at test time")
-    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_title(plain(title), loc="left", fontsize=11)
     if len(points) > 1:
         _legend(figure, axis)
     _save(figure, path)
@@ -116,7 +116,9 @@ def _accuracy_lines(axis: "Axes", accuracy: Mapping[str, Mapping[int, float]], y
 def _level_lines(axis: "Axes", level: Mapping[str, float], beside: Mapping[str, Any]) -> None:
     """Lines of labels that have one value, in the colours after those of the labels `beside`."""
     for index, (label, value) in enumerate(level.items(), len(beside)):
-        axis.axhline(value, label=label, color=colour_of(index), linestyle=(0, (1, 1)), zorder=2)
+        axis.axhline(
+            value, label=plain(label), color=colour_of(index), linestyle=(0, (1, 1)), zorder=2
+        )
 
 
 def percent_axis(axis: "Axes", ylabel: str) -> None:
@@ -132,7 +134,7 @@ def _turns_line(axis: "Axes", index: int, label: str, points: Mapping[Any, float
     axis.plot(
         places,
         [points[t] for t in places],
-        label=label,
+        label=plain(label),
         color=colour_of(index),
         marker=MARKERS[index % len(MARKERS)],
         linestyle=line_of(index),
@@ -170,7 +172,7 @@ def accuracy_and_radius(
     below.axhline(1.0, color="#888888", linewidth=0.8)
     below.set_ylabel("spectral radius")
     turns_axis(below, sorted({t for points in accuracy.values() for t in points}))
-    above.set_title(title, loc="left", fontsize=11)
+    above.set_title(plain(title), loc="left", fontsize=11)
     _legend(figure, above)
     _save(figure, path)
 
@@ -198,11 +200,12 @@ def loss_against_turns(
     for index, (label, points) in enumerate(losses.items()):
         places = sorted(points)
         values = [points[t] for t in places]
-        axis.plot(places, values, label=label, color=colour_of(index), marker=MARKERS[index % 7])
+        style: dict[str, Any] = {"color": colour_of(index), "marker": MARKERS[index % 7]}
+        axis.plot(places, values, label=plain(label), **style)
     turns_axis(axis, sorted({t for points in losses.values() for t in points}))
     _level_lines(axis, level or {}, losses)
     axis.set_ylabel("token loss (nats)")
-    axis.set_title(title, loc="left", fontsize=11)
+    axis.set_title(plain(title), loc="left", fontsize=11)
     if trained_depth is not None:
         low, high = _ends(trained_depth)
         axis.axvspan(low / 1.03, high * 1.03, color="#888888", alpha=0.15, linewidth=0, zorder=0)
@@ -259,7 +262,7 @@ def training_curves(
     for index, rows in enumerate(by_label.values()):
         _mark_penalty(axes, rows, colour_of(index), words=len(by_label) == 1)
     axes[-1].set_xlabel("optimiser step")
-    axes[0].set_title(title, loc="left", fontsize=11)
+    axes[0].set_title(plain(title), loc="left", fontsize=11)
     axes[0].set_title("thin: as logged, thick: running mean", loc="right", fontsize=8)
     if len(by_label) > 1:
         _legend(figure, axes[0])
@@ -300,14 +303,14 @@ def _curve(
     steps, values = np.array(points, dtype=float).T
     style: dict[str, Any] = {"color": colour_of(index), "linestyle": line_of(index)}
     if not noisy:
-        axis.plot(steps, values, linewidth=1.4, label=label, **style)
+        axis.plot(steps, values, linewidth=1.4, label=plain(label), **style)
         return
     total = np.cumsum(np.insert(values, 0, 0.0))
     places, reach = np.arange(len(values)), len(values) // 100
     low, high = np.maximum(places - reach, 0), np.minimum(places + reach + 1, len(values))
     smooth = (total[high] - total[low]) / (high - low)
     axis.plot(steps, values, color=colour_of(index), alpha=0.25, linewidth=0.8)
-    axis.plot(steps, smooth, linewidth=1.6, label=label, **style)
+    axis.plot(steps, smooth, linewidth=1.6, label=plain(label), **style)
 
 
 def turns_axis(axis: "Axes", turns: Sequence[float]) -> None:
@@ -412,6 +415,13 @@ def blank_figure(width: float, height: float) -> "Figure":
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def plain(name: str) -> str:
+    """A name to be drawn as it is: matplotlib leaves those that begin with _ out of its legends,
+    and reads what is between $ as a formula."""
+    name = name.replace("$", r"\$")
+    return f" {name}" if name.startswith("_") else name
 
 
 def plain_style(axis: "Axes") -> None:

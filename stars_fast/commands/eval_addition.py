@@ -11,6 +11,7 @@ from stars_fast.base.files import write_text
 from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.adaptive import Point, evaluate_adaptive
 from stars_fast.evaluation.addition import evaluate, judged_on
+from stars_fast.evaluation.loading import make_folder
 from stars_fast.evaluation.report import labels_of
 from stars_fast.evaluation.run_data import data_of, open_data
 from stars_fast.models.adapter_folder import adapter_base
@@ -36,8 +37,8 @@ def run_addition(
     compute.png to `out`.
 
     Raises:
-        ConfigError: a run that is not there, or whose data can't be made, and for a tolerance out
-            of range.
+        ConfigError: a run that is not there, or whose data can't be made, a tolerance out of range,
+            or `out` can't be made.
     """
     from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
 
@@ -56,6 +57,7 @@ def run_addition(
                 f"{run} is a run of {source.family.title} on {data_of(source)[0].name}, not on "
                 f"sums or parities: {how}"
             )
+    make_folder(out)
     accuracy: dict[str, Curve] = {}
     further: dict[str, dict[str, Curve]] = {}
     adaptive: dict[str, Curves] = {}
@@ -84,7 +86,6 @@ def run_addition(
             shown[name.replace("accuracy", labels[run])] = longer
     print(_table(shown))
 
-    out.mkdir(parents=True, exist_ok=True)
     written: dict[str, Any] = {"samples": samples, "accuracy": accuracy}
     if further:
         written["further"] = further

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stars_fast.base.errors import ConfigError
-from stars_fast.base.files import read_text, write_text
+from stars_fast.base.files import finite, read_text, write_text
 from stars_fast.base.tables import right_aligned
 from stars_fast.evaluation.loading import device_for, make_folder
 from stars_fast.evaluation.report import labels_of
@@ -55,7 +55,9 @@ def run_text(options: TextOptions, out: Path) -> dict[str, TextLoss]:
     texts = list(itertools.islice(read_texts(options), options.limit))
     found = {names[source.path]: _loss_of(source, texts, options) for source in sources}
     print(_table(found))
-    write_text(out / "text-loss.json", json.dumps(_written(found, options), indent=2) + "\n")
+    write_text(
+        out / "text-loss.json", json.dumps(finite(_written(found, options)), indent=2) + "\n"
+    )
     looped = {source.trained for source in sources if isinstance(source, ModelSource)}
     made = [out / "text-loss.json"]
     if looped:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -29,10 +30,10 @@ _BEFORE_FRACTION = re.compile(r"(?<=\d)(?: |\\[ ,;:])*(?=\\[dt]?frac)")
 _FRACTION = re.compile(
     r"\\[dt]?frac\s*(?:\{\s*(-?\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))"  # \frac12 too
 )
-_MIXED = re.compile(r"(?<![\d.,/])(\d+) +(\d+)/([1-9]\d*)")
+_MIXED = re.compile(r"(?<![\d.,/])(\d{1,99}) +(\d{1,99})/([1-9]\d{0,99})(?!\d)")
 _IN_BRACKETS = re.compile(r"\([^)]*\)")
 _WORDS_IN_BRACKETS = re.compile(r"\([^)]*[^\W\d_][^)]*\)")
-_BOX = "\\boxed{"
+_BOX = re.compile(r"\\boxed\s*\{")
 
 
 def score_number(doc: Mapping[str, Any], responses: Sequence[str]) -> dict[str, int]:
@@ -71,10 +72,10 @@ def same_answer(response: str, target: str) -> bool:
 
 def boxed(text: str) -> str | None:
     """The content of the last \\boxed{...} of a text; None without one that is closed."""
-    start = text.rfind(_BOX)
-    if start < 0:
+    boxes = [match.end() for match in _BOX.finditer(text)]
+    if not boxes:
         return None
-    depth, start = 1, start + len(_BOX)
+    depth, start = 1, boxes[-1]
     for i in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
@@ -93,9 +94,15 @@ def numbers_in(text: str) -> list[Fraction]:
     text = _MIXED.sub(_improper, text)
     found = []
     for match in _NUMBER.finditer(text):
-        value = Fraction(match["value"].replace(",", "")) / int(match["below"] or 1)
+        value = _exactly(match["value"].replace(",", "")) / _exactly(match["below"] or "1")
         found.append(-value if match["sign"] else value)
     return found
+
+
+def _exactly(digits: str) -> Fraction:
+    """A number however long, as a model that repeats itself writes it: Python refuses to make an
+    integer of more than 4,300 digits."""
+    return Fraction(Decimal(digits))
 
 
 def _improper(mixed: re.Match[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
+import warnings
 from collections import deque
 from typing import Any
 
@@ -21,9 +23,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from stars_fast.base.errors import ConfigError
 from stars_fast.data.chat import MESSAGE_END
-from stars_fast.evaluation.recording import Key, Recording, keys_of
+from stars_fast.evaluation.recording import Key, Recording, check_room, keys_of
 from stars_fast.evaluation.sampling import GumbelNoise
 
 _PLAIN = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
@@ -35,18 +36,22 @@ class StandardLM(Recording, HFLM):
     """lm-eval's `HFLM` for what is no looped model, generating as those do here.
 
     Generation ends at the end of a chat message as well as of the text, and each row of a batch by
-    itself at the task's own stops.
+    itself at the task's own stops. Likelihoods are computed in fp32 at least: `HFLM` has those of a
+    model in 16 bits, and their sums, in 16 bits, where answers that differ come out even.
 
     Args:
         pretrained: hub id or folder of a checkpoint, or a causal language model of transformers.
-        others: as `HFLM`'s: tokenizer, dtype, device, batch_size, max_length, ...
+        others: as `HFLM`'s: tokenizer, dtype, device, batch_size, max_length, softmax_dtype, ...
     """
 
     AUTO_MODEL_CLASS: Any = AutoModelForCausalLM
     batch_size_per_gpu: int | str
+    softmax_dtype: torch.dtype | None
 
     def __init__(self, pretrained: Any, **others: Any) -> None:
         super().__init__(pretrained, backend="causal", **others)
+        if self.softmax_dtype is None:
+            self.softmax_dtype = torch.promote_types(self.model.dtype, torch.float32)
         known = self.tokenizer.get_vocab().get(MESSAGE_END)
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
@@ -64,6 +69,18 @@ class StandardLM(Recording, HFLM):
     def measured(self, response: str) -> dict[str, Any]:
         return self._measured.popleft()
 
+    def _loglikelihood_tokens(self, *args: Any, **options: Any) -> list[tuple[float, bool]]:
+        """As `HFLM`'s, with a warning where they are no numbers."""
+        found = super()._loglikelihood_tokens(*args, **options)
+        if lost := sum(math.isnan(value) for value, _ in found):
+            warnings.warn(
+                f"{lost} of {len(found)} log-likelihoods are NaN, as states that overflow give: "
+                "lm-eval takes the first of some answers to be the likeliest there",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return found
+
     def _autocast(self) -> torch.autocast:
         dtype = self.mixed_precision_dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
@@ -76,11 +93,8 @@ class StandardLM(Recording, HFLM):
             options["left_truncate_len"] = left_truncate_len
         self._keys = keys_of(strings)
         ids, mask = super().tok_batch_encode(strings, *given, **options)
-        if self.journal is not None and left_truncate_len and ids.shape[1] > left_truncate_len:
-            raise ConfigError(
-                f"--max-new-tokens must leave room for the prompts: one has {ids.shape[1]} tokens, "
-                f"and {left_truncate_len} of the model's {self.max_length} are left for it"
-            )
+        if self.journal is not None and left_truncate_len:
+            check_room(ids.shape[1], left_truncate_len, self.max_length)
         return ids, mask
 
     @torch.no_grad()

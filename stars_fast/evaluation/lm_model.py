@@ -95,7 +95,7 @@ class StarsFastLM(StandardLM):
         with reading(pretrained) if isinstance(pretrained, str) else nullcontext():
             super().__init__(pretrained, **others)
         self.tol_per = tol_per
-        self._given = others
+        self._given = others | {"softmax_dtype": self.softmax_dtype}
         try:
             adopt_depth(self.model)  # what is scored is as deep as what is generated
             set_turns(self.model.config, turns, tol)

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from stars_fast.base.errors import ConfigError
+
 
 class Key(NamedTuple):
     """A generation of a setting.
@@ -170,6 +172,19 @@ class _Hook:
 def keys_of(prompts: Sequence[str]) -> list[Key | None]:
     """The keys of the prompts of a batch; None for those without."""
     return [getattr(prompt, "key", None) for prompt in prompts]
+
+
+def check_room(tokens: int, room: int, length: int) -> None:
+    """Raise ConfigError if the longest of some prompts would lose its beginning.
+
+    Args:
+        tokens: of the prompt. room: for it, of the `length` that a model has.
+    """
+    if tokens > room:
+        raise ConfigError(
+            f"--max-new-tokens must leave room for the prompts: one has {tokens} tokens, "
+            f"and {room} of the model's {length} are left for it"
+        )
 
 
 def _read(path: Path, mend: bool) -> list[dict[str, Any]]:

@@ -9,11 +9,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stars_fast.base.files import write_text
+from stars_fast.base.files import finite, write_text
 from stars_fast.evaluation.loading import device_for
 from stars_fast.evaluation.subjects import Subject
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.saved import ModelSource
+
+RATES = ("bits_per_byte",)
+"""Metrics that are no share of right answers though they may lie below 1, as one does."""
 
 PACKAGES = ("stars-fast", "torch", "transformers", "lm-eval", "math-verify", "datasets")
 
@@ -24,7 +27,8 @@ class Result:
 
     turns: None for a model without. tol: of adaptive depth; none for all turns.
     metric: which of lm-eval's is the accuracy.
-    accuracy, stderr: of `metric`. n: documents judged. samples: of the full set; none if not known.
+    accuracy, stderr: of `metric`, which may be no share of right answers, as a perplexity.
+    n: documents judged. samples: of the full set; none if not known.
     timeouts: responses that are not judged, as math-verify ran out of time.
     samples_each, temperature: of answers that are drawn, whose accuracy is avg@samples_each; none
         for greedy ones. pass_at: {k: {value, stderr}} of pass@k.
@@ -60,9 +64,14 @@ class Result:
     context_length: int | None = None
 
     @property
+    def share(self) -> bool:
+        """Whether its accuracy can be one: of a task it is if all of its results can."""
+        return self.metric.partition(",")[0] not in RATES and 0 <= self.accuracy <= 1
+
+    @property
     def summary(self) -> str:
         name = self.metric + ("" if self.samples_each is None else f" avg@{self.samples_each}")
-        return f"{name} {_score(self.accuracy, self.stderr)} (n = {self.n})"
+        return f"{name} {_score(self.accuracy, self.stderr, self.share)} (n = {self.n})"
 
 
 Row = tuple[str, int | None, float | None]
@@ -102,7 +111,7 @@ class Report:
             "backends": self.backends,
             "results": [asdict(each) for each in self.results],
         }
-        write_text(self.out / "results.json", json.dumps(written, indent=2) + "\n")
+        write_text(self.out / "results.json", json.dumps(finite(written), indent=2) + "\n")
 
     def finish(self) -> None:
         """Write the table, print it, and draw the figures, where there are results."""
@@ -128,17 +137,20 @@ def _facts(source: Subject) -> dict[str, Any]:
 def markdown_table(results: Sequence[Result]) -> str:
     """In markdown, as the paper's: a row a model and number of turns, a column a task and their
     average, in percent with standard errors; then what the row costs, keys and values in memory and
-    tokens a second."""
+    tokens a second. Of tasks that are not judged by shares the metric is in units of its own, and
+    there is no average."""
     tasks = _tasks(results)
+    shares = _shares(results)
     rows = _rows(results)
     tols = any(tol is not None for _, _, tol in rows)
-    mean = len(tasks) > 1
+    mean = len(shares) == len(tasks) > 1
     each = results[0].samples_each
     drawn = "" if each is None else f" avg@{each}"
     heads = ["model", "turns", *(["tol", "mean turns"] if tols else [])]
     for task in tasks:
-        count = _count(next(r for r in results if r.task == task))
-        heads.append(f"{task}{drawn} (n = {count})")
+        first = next(r for r in results if r.task == task)
+        unit = "" if task in shares else f" {first.metric.partition(',')[0]}"
+        heads.append(f"{task}{unit}{drawn} (n = {_count(first)})")
         heads += [] if each is None else [f"{task} pass@{each}"]
     heads += ["average"] * mean + ["KV/token", "KV at context", "tokens/s"]
     words = 2 + 2 * tols
@@ -149,7 +161,7 @@ def markdown_table(results: Sequence[Result]) -> str:
             taken = _mean_turns(list(found.values()))
             cells += ["-" if tol is None else f"{tol:g}", "-" if taken is None else f"{taken:.2f}"]
         for task in tasks:
-            cells += _task_cells(found.get(task), each)
+            cells += _task_cells(found.get(task), each, task in shares)
         if mean:
             whole = _average(found, tasks)
             cells.append("-" if whole is None else _score(*whole))
@@ -157,11 +169,11 @@ def markdown_table(results: Sequence[Result]) -> str:
     return _aligned(lines)
 
 
-def _task_cells(result: Result | None, each: int | None) -> list[str]:
+def _task_cells(result: Result | None, each: int | None, share: bool) -> list[str]:
     if result is None:
         return ["-"] * (1 if each is None else 2)
     late = f" ({result.timeouts} timed out)" if result.timeouts else ""
-    cells = [_score(result.accuracy, result.stderr) + late]
+    cells = [_score(result.accuracy, result.stderr, share) + late]
     if each is not None:
         passed: Any = result.pass_at.get(str(each))
         cells.append("-" if passed is None else _score(passed["value"], passed["stderr"]))
@@ -219,13 +231,13 @@ def _aligned(lines: list[list[str]]) -> str:
 def _draw(out: Path, results: Sequence[Result], trained: dict[str, Any]) -> list[Path]:
     """Accuracy against turns, with standard models as level lines, and where some were adaptive
     against the mean turns. Of one model a line a task; of several a figure a task and one of the
-    average, with a line a model."""
+    average, with a line a model. Tasks that are not judged by shares have none."""
     from stars_fast.base.plots import accuracy_against_compute, accuracy_against_turns
 
-    tasks = _tasks(results)
+    tasks = _shares(results)
     rows = _rows(results)
     models = list(dict.fromkeys(model for model, _, _ in rows))
-    views = [*tasks, *(["average"] if len(tasks) > 1 else [])]
+    views = [*tasks, *(["average"] if len(_tasks(results)) == len(tasks) > 1 else [])]
     turns: dict[str, dict[str, dict[int, float]]] = {}
     level: dict[str, dict[str, float]] = {}
     for (model, number, tol), found in rows.items():
@@ -252,7 +264,7 @@ def _draw(out: Path, results: Sequence[Result], trained: dict[str, Any]) -> list
             level=level.get(panel, {}),
         )
         drawn.append(path)
-    if any(tol is not None for _, _, tol in rows):
+    if tasks and any(tol is not None for _, _, tol in rows):
         curves = _compute_curves(rows, tasks, len(models) > 1)
         if curves:
             drawn.append(out / "compute.png")
@@ -295,6 +307,12 @@ def _tasks(results: Sequence[Result]) -> list[str]:
     return list(dict.fromkeys(result.task for result in results))
 
 
+def _shares(results: Sequence[Result]) -> list[str]:
+    """The tasks whose metric is a share of right answers."""
+    others = {result.task for result in results if not result.share}
+    return [task for task in _tasks(results) if task not in others]
+
+
 def _average(found: dict[str, Result], tasks: Sequence[str]) -> tuple[float, float | None] | None:
     """Over tasks, each counted once whatever its size, and its standard error; None if one of
     them is missing."""
@@ -312,5 +330,7 @@ def _mean_turns(results: Sequence[Result]) -> float | None:
     return sum(taken) / len(taken) if taken else None
 
 
-def _score(value: float, error: float | None) -> str:
-    return f"{100 * value:.2f}" + ("" if error is None else f" ± {100 * error:.2f}")
+def _score(value: float, error: float | None, share: bool = True) -> str:
+    """In percent; what is no share as it is."""
+    scale, spec = (100, ".2f") if share else (1, ".4g")
+    return f"{scale * value:{spec}}" + ("" if error is None else f" ± {scale * error:{spec}}")

@@ -74,6 +74,7 @@ def evaluate_setting(
         "limit": options.limit,
         "samples_each": options.samples,
         "scored_by": _scored_by(setting.task),
+        "likelihoods": None if setting.generates else "fp32",
     }
     if metrics.exists():
         held = json.loads(metrics.read_text(encoding="utf-8"))

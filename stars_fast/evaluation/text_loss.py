@@ -35,14 +35,21 @@ class TextLoss:
 
     @property
     def perplexity(self) -> dict[int | None, float]:
-        """exp(loss), a token."""
-        return {turns: math.exp(value) for turns, value in self.nats.items()}
+        """exp(loss), a token; infinite where no number is so large."""
+        return {turns: _exp(value) for turns, value in self.nats.items()}
 
     @property
     def bits_per_byte(self) -> dict[int | None, float]:
         """Bits a byte of the text: comparable between tokenizers."""
         bits = self.tokens / self.size / math.log(2)
         return {turns: value * bits for turns, value in self.nats.items()}
+
+
+def _exp(value: float) -> float:
+    try:
+        return math.exp(value)
+    except OverflowError:
+        return math.inf
 
 
 @torch.no_grad()
@@ -132,6 +139,12 @@ def _summed(
             f"tokenizer: expected tokens below {known}, which the model has embeddings for, got "
             f"{largest}, {tokenizer.convert_ids_to_tokens(largest)!r}"
         )
+    positions, read = _positions(model.config), max(map(len, windows)) - 1
+    if positions is not None and read > positions:
+        raise ValueError(
+            f"length: expected at most {positions + 1}, as the model has {positions} positions, "
+            f"got {length}"
+        )
     windows.sort(key=len, reverse=True)  # what is too large for the memory shows at once
     was_training = model.training
     model.eval()
@@ -141,6 +154,16 @@ def _summed(
     finally:
         model.train(was_training)
     return torch.stack(found).sum(0), tokens, size
+
+
+def _positions(config: Any) -> int | None:
+    """The length of the table in which a model looks its positions up; None for one that has none,
+    as it turns queries and keys by an angle for each."""
+    config = getattr(config, "decoder", config)
+    rotary = ("rope_parameters", "rope_theta", "rope_base")
+    if any(getattr(config, name, None) is not None for name in rotary):
+        return None
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _windows(

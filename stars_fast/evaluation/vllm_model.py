@@ -15,7 +15,7 @@ import torch
 from stars_fast.base.errors import ConfigError
 from stars_fast.data.chat import MESSAGE_END
 from stars_fast.evaluation.kv_memory import KeyValues
-from stars_fast.evaluation.recording import Key, Recording
+from stars_fast.evaluation.recording import Key, Recording, check_room, keys_of
 from stars_fast.evaluation.subjects import Subject, tokenizer_of
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.families import checkpoint_config
@@ -214,6 +214,14 @@ def _recording_class() -> type:
         def seeded(self, options: dict[str, Any], key: Key) -> dict[str, Any]:
             """With vLLM's own seed of a request."""
             return options if self.sampling is None else {**options, "seed": key.seed}
+
+        def tok_encode(self, string: Any, *given: Any, **options: Any) -> Any:
+            """As lm-eval's; in a sweep a prompt that would lose its beginning is an error."""
+            found = super().tok_encode(string, *given, **options)
+            if self.journal is not None and any(keys_of(string)):
+                room = self.max_length - self.max_gen_toks
+                check_room(max(map(len, found)), room, self.max_length)
+            return found
 
         def _model_generate(self, requests: Any, generate: bool = False, **options: Any) -> Any:
             """As lm-eval's; what vLLM says of each generation is noted for the journal."""

@@ -33,7 +33,7 @@ from stars_fast.base.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 PLAN = Plan(turns=12, jacobian_at=(1, 4, 12), probes=2)
-NASTY = "<b>run</b> & \"co\" 'x'"
+NASTY = "_<b>run</b> & \"co\" 'x' $_$"
 VOID = {"meta", "img", "br", "link", "hr", "input"}
 
 

@@ -209,3 +209,17 @@ def test_long_labels_leave_the_axes_their_room(tmp_path, drawn, length):
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == list(accuracy)
     assert figure.axes[0].get_position().width > 0.7
+
+
+def test_names_are_drawn_as_they_are(tmp_path, drawn):
+    """Runs whose names begin as those that matplotlib leaves out, or look like formulas to it."""
+    names = ["_weak", "_strong", "a$_$b", "$"]
+    accuracy = {name: {1: 0.1, 2: 0.9} for name in names}
+    accuracy_against_turns(accuracy, tmp_path / "a.png", title="a$_$b", level={"_level": 0.5})
+    plots.loss_against_turns(accuracy, tmp_path / "b.png", title="a$_$b")
+    training_curves(dict.fromkeys(names, ROWS), tmp_path / "c.png", title="a$_$b")
+    for figure, more in zip(drawn, (["_level"], [], []), strict=True):
+        legend = figure.axes[0].get_legend()
+        shown = [text.get_text().strip().replace("\\$", "$") for text in legend.get_texts()]
+        assert shown == [*names, *more]
+        assert figure.axes[0].get_title(loc="left") == r"a\$_\$b"

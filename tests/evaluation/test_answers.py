@@ -65,6 +65,10 @@ from stars_fast.evaluation.answers import boxed, same_answer, score_math, score_
         (r"\boxed{x=-\frac{3}{4}}", "-0.75"),
         ("3 2", "3:2"),
         ("The shares are 2 3/2.", "2:3/2"),
+        (r"So \boxed {42}, checked in 3 ways.", "42"),
+        (r"\boxed{1} no, \boxed {2}, of 3", "2"),
+        pytest.param("7" * 5000, "7" * 5000, id="longer than Python's integers"),
+        pytest.param("0." + "3" * 5000 + " is not 1/3", "1/3", id="a long decimal first"),
     ],
 )
 def test_right(response, target):
@@ -107,6 +111,9 @@ def test_right(response, target):
         (r"\boxed{5 \text{ kg of CO}_2}", "2"),
         (r"\boxed{x = 5}", "-5"),
         (r"\boxed{10^\circ}", "100"),
+        pytest.param("7" * 5000, "7", id="a response that repeats itself"),
+        pytest.param("1/" + "7" * 5000, "1", id="over a long number"),
+        pytest.param("1" + " 1/2" + "0" * 5000, "3/2", id="mixed with a long number"),
     ],
 )
 def test_wrong(response, target):

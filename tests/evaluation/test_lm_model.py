@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -178,6 +179,42 @@ def test_log_likelihoods_do_not_depend_on_the_batch(checkpoint, per):
         with torch.no_grad():
             turns |= set(judged.model(ids, tol_per=per).turns.flatten().tolist())
     assert len(turns) > 1
+
+
+def test_likelihoods_of_a_model_in_16_bits_are_not_rounded_to_16(checkpoint):
+    from lm_eval.api.instance import Instance
+
+    from stars_fast.evaluation.lm_model import StarsFastLM
+
+    judged = StarsFastLM(str(checkpoint), device="cpu", dtype="bfloat16", batch_size=1)
+    asked = [Instance("loglikelihood", {}, ("It is", f" {i} " + "and so on " * 9), i) for i in "42"]
+    for (value, _), request in zip(judged.loglikelihood(asked), asked, strict=True):
+        start, ids = (
+            judged.tokenizer(t).input_ids for t in (request.args[0], "".join(request.args))
+        )
+        with torch.no_grad():
+            logits = judged.model(torch.tensor([ids[:-1]])).logits[0].double().log_softmax(-1)
+        picked = logits.gather(1, torch.tensor(ids[1:])[:, None])[len(start) - 1 :]
+        assert value == pytest.approx(float(picked.sum()), rel=1e-6)
+        assert value != float(torch.tensor(value).bfloat16())
+    own = StarsFastLM(str(checkpoint), device="cpu", softmax_dtype="bfloat16")
+    assert own.softmax_dtype == torch.bfloat16
+
+
+def test_likelihoods_that_are_no_numbers_are_warned_of(checkpoint):
+    from lm_eval.api.instance import Instance
+
+    from stars_fast.evaluation.lm_model import StarsFastLM
+
+    judged = StarsFastLM(str(checkpoint), device="cpu", batch_size=2)
+    asked = [Instance("loglikelihood", {}, ("It is", f" {i}."), 0) for i in range(3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        judged.loglikelihood(asked, disable_tqdm=True)
+    with torch.no_grad():
+        judged.model.lm_head.weight.fill_(torch.nan)
+    with pytest.warns(RuntimeWarning, match="3 of 3 log-likelihoods are NaN"):
+        judged.loglikelihood(asked, disable_tqdm=True)
 
 
 def test_a_batch_is_generated_as_one_by_one_and_stops_at_the_end_of_a_message(model):

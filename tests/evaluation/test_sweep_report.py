@@ -1,5 +1,6 @@
 """The table and the figures of a sweep."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -35,6 +36,27 @@ def test_the_average_counts_each_task_once_and_is_left_out_where_one_is_missing(
         ["m", "4", "100.00 ± 1.00", "-", "-"],
         ["m", "8", "50.00 ± 1.00", "50.00", "50.00"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "shown"),
+    [
+        ("word_perplexity,none", (31.25, math.inf), ["31.25 ± 0.01", "inf ± 0.01"]),
+        ("bits_per_byte,none", (0.75, 0.5), ["0.75 ± 0.01", "0.5 ± 0.01"]),
+        ("mcc,none", (0.5, -0.25), ["0.5 ± 0.01", "-0.25 ± 0.01"]),
+    ],
+)
+def test_what_is_no_share_is_no_percent_and_in_no_average(metric, values, shown, tmp_path):
+    found = [result("a", turns, 0.5) for turns in (2, 4)]
+    other = [result("text", t, value) for t, value in zip((2, 4), values, strict=True)]
+    found += [replace(each, metric=metric) for each in other]
+    heads, _, *lines = cells(markdown_table(found))
+    name = metric.partition(",")[0]
+    assert heads[2:5] == ["a (n = 10)", f"text {name} (n = 10)", "KV/token"]
+    assert [line[2:4] for line in lines] == [["50.00 ± 1.00", each] for each in shown]
+    assert [path.name for path in report._draw(tmp_path, found, {"m": 4})] == ["accuracy.png"]
+    assert report._draw(tmp_path, found[2:], {"m": 4}) == []
+    assert shown[0] in found[2].summary or name == "mcc"
 
 
 def test_lines_of_adaptive_depth_are_few_and_long():

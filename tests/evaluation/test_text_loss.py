@@ -1,13 +1,15 @@
 """Token loss on plain text."""
 
+import copy
 import json
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from stars_fast.cli import main
-from stars_fast.evaluation.text_loss import text_loss
+from stars_fast.evaluation.text_loss import standard_text_loss, text_loss
 
 TEXTS = [
     "The sum of 3 and 4 is 7. " * 5,
@@ -120,6 +122,49 @@ def test_the_command_on_a_file_of_text_and_on_rows(checkpoint, ouro, tmp_path, c
         table = capsys.readouterr().out.splitlines()
         assert table[1].split()[:3] == ["tiny-ouro", "1", f"{wanted.nats[1]:.4f}"]
     assert (out / "text-loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@pytest.mark.parametrize("factor", [1e6, math.nan])
+def test_a_model_that_falls_apart_is_told_in_json(checkpoint, ouro, tmp_path, capsys, factor):
+    """Its perplexity is larger than any number, or its loss is none."""
+    model, tokenizer = copy.deepcopy(ouro[0]), ouro[1]
+    with torch.no_grad():
+        model.lm_head.weight.mul_(factor)
+    folder = tmp_path / "broken"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text(TEXTS[0])
+    words = f"eval {folder} --text {tmp_path}/a.txt --turns 1,2 --out {tmp_path}/out"
+    assert main(words.split()) == 0
+    text = (tmp_path / "out" / "text-loss.json").read_text()
+    (found,) = json.loads(text, parse_constant=refuse)["models"].values()
+    assert found["perplexity"] == {"1": None, "2": None}
+    assert (found["loss"]["1"] is None) == math.isnan(factor)
+    assert ("nan" if math.isnan(factor) else "inf") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_windows_longer_than_a_table_of_positions_are_refused(ouro, looped):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from stars_fast.models.looped_decoder import LoopedDecoderForCausalLM
+
+    _, tokenizer = ouro
+    sizes = {"n_positions": 16, "n_embd": 32, "n_layer": 3, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)).double().eval()
+    losses = standard_text_loss
+    if looped:
+        model = LoopedDecoderForCausalLM.from_decoder(model, prelude=1, block=1, coda=1)
+        losses = partial(text_loss, turns=[2])
+    with pytest.raises(ValueError, match=r"length: expected at most 17, .* 16 positions, got 18"):
+        losses(model, tokenizer, TEXTS, length=18)
+    assert losses(model, tokenizer, ["x"], length=18).tokens == 1
+    (nats,) = losses(model, tokenizer, TEXTS, length=17).nats.values()
+    assert 0 < nats < 20
 
 
 def test_mistakes_of_the_command_are_named(checkpoint, tmp_path, capsys):

@@ -258,6 +258,19 @@ def test_the_code_of_a_folder_is_run_where_it_is_ours(vllm, words, checkpoint, t
     assert not vllm_arguments(find_model(checkpoint), options, 2, MEMORY)["trust_remote_code"]
 
 
+def test_a_prompt_that_would_lose_its_beginning_is_refused(
+    vllm, words, checkpoint, tmp_path, capsys
+):
+    """As by the other backend: lm-eval cuts it off."""
+    write_rows(tmp_path / "svamp.jsonl", [row_of("svamp", 1, 2, 3)])
+    words = other(words, "--tasks", "svamp")
+    assert main([*other(words, "--max-new-tokens", str(LENGTH - 8)), "--turns", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "--max-new-tokens must leave room for the prompts: one has" in said
+    assert f"and 8 of the model's {LENGTH} are left for it" in said
+    assert not vllm.batches
+
+
 def test_a_device_is_refused(vllm, words, capsys):
     assert main([*words, "--turns", "2", "--device", "cuda:1"]) == 2
     said = capsys.readouterr().err

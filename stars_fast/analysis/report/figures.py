@@ -19,6 +19,7 @@ from stars_fast.base.plots import (
     colour_of,
     line_of,
     new_figure,
+    plain,
     plain_style,
     turns_axis,
 )
@@ -184,7 +185,7 @@ def _paths(figure: Figure | SubFigure, runs: Runs, reach: float) -> None:
     late = Normalize(turns // 2, turns)
     for (label, run), above, below in zip(runs.items(), whole, tails, strict=True):
         _panel(above, run.paths, early, 0)
-        above.set_title(label, fontsize=10)
+        above.set_title(plain(label), fontsize=10)
         _panel(below, run.tail, late, run.trajectory.turns // 2)
         below.set_title("second half, seen from the last state", fontsize=9)
         below.set(xlim=(-reach, reach), ylim=(-reach, reach))
@@ -238,7 +239,7 @@ def _legend(figure: Figure | SubFigure, runs: Runs) -> None:
     lines = [Line2D([], [], color=colour_of(i), ls=line_of(i)) for i in range(len(runs))]
     figure.legend(
         lines,
-        list(runs),
+        [plain(label) for label in runs],
         loc="outside upper center",
         ncols=min(len(runs), 4),
         frameon=False,
