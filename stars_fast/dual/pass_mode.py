@@ -162,10 +162,10 @@ class Pass(TorchFunctionMode):
         stack = stack_pair(root, torch.zeros_like(root))
         with torch.no_grad():
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
-        for tensor in family:
+        for tensor in reversed(family):  # views before what they are views of
             view = _same_view(stack, tensor)
             if any(tensor is each for each in apart):
-                tensor.data = view[0].detach()
+                _become_alias(tensor, view[0].detach())
             else:
                 self._become_dual(tensor, view)
         return True
@@ -175,6 +175,16 @@ class Pass(TorchFunctionMode):
         tensor.stack = stack  # type: ignore[attr-defined]
         tensor.turned = True  # type: ignore[attr-defined]
         tensor.owner = self  # type: ignore[attr-defined]
+
+
+def _become_alias(tensor: Tensor, other: Tensor) -> None:
+    """Make a plain tensor one with `other`, with its count of writes, by which autograd sees that
+    what it has saved was overwritten. What it has saved of `tensor` already it finds so now."""
+    with torch._C.DisableTorchFunction():
+        try:
+            torch.utils.swap_tensors(tensor, other)
+        except RuntimeError:  # saved
+            tensor.data = other
 
 
 def _root(tensor: Tensor) -> Tensor:

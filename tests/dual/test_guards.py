@@ -567,6 +567,36 @@ def test_batch_norm_in_training_is_refused_and_in_eval_exact():
     check(norm.eval(), 3, 4)
 
 
+@pytest.mark.parametrize("which", ["mean", "var", "both"])
+@pytest.mark.parametrize("own", [True, False], ids=["of the input", "running"])
+@pytest.mark.parametrize("norm", ["instance_norm", "batch_norm"])
+def test_running_statistics_with_a_tangent_are_refused_by_name(norm, own, which):
+    if norm == "batch_norm" and own:
+        return  # training mode, refused as such
+
+    def block(h):
+        mean = h.mean((0, 2)) if which != "var" else torch.zeros(3).double()
+        var = h.var((0, 2)) if which != "mean" else torch.ones(3).double()
+        if norm == "batch_norm":
+            return F.batch_norm(h, mean, var)
+        return F.instance_norm(h, mean, var, use_input_stats=own)
+
+    expected = "running_var" if which == "var" else "running_mean"
+    with pytest.raises(RuntimeError, match=f"{norm}: {expected}: expected a tensor without"):
+        fused_jsrr(block, state(2, 3, 4))
+
+
+def test_an_instance_norm_whose_buffer_was_set_to_what_depends_on_h():
+    norm = nn.InstanceNorm1d(3, track_running_stats=True).double()
+
+    def block(h):
+        norm.running_mean = h.mean((0, 2))
+        return norm(h)
+
+    with pytest.raises(RuntimeError, match="running_mean: expected a tensor without a tangent"):
+        fused_jsrr(block, state(2, 3, 4))
+
+
 def test_group_norm_is_exact():
     norm = nn.GroupNorm(2, 4).double()
     h = state(3, 4, 5).requires_grad_()
