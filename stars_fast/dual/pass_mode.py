@@ -114,6 +114,20 @@ class Pass(TorchFunctionMode):
         state.running = self._outer.pop()
         super().__exit__(*error)
 
+    @property
+    def looks(self) -> bool:
+        """Whether the next call comes by here: not while it answers one, nor under another mode."""
+        return _count_modes() == self._depth
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """A region of the pass whose calls do not come by here, as while it answers one."""
+        super().__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            super().__enter__()
+
     def _note(self, func: Any, tensor: Any, args: tuple) -> None:
         """Keep in mind a tensor that is made here, or a view of one."""
         if type(tensor) is not Tensor or not is_smooth(tensor) or not tensor.numel():
@@ -239,7 +253,7 @@ def on_stacks() -> Iterator[None]:
     """A region of a pass that computes on stacks itself, such as a native model: its calls are not
     looked at, and cost what they cost outside of a pass."""
     running = running_pass()
-    if running is None or _count_modes() != running._depth:  # a mode of the user's is inside
+    if running is None or not running.looks:  # a mode of the user's is inside
         yield
         return
     running.__exit__(None, None, None)
