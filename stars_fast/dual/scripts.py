@@ -2,8 +2,8 @@
 
 Their interpreter does not ask for `__torch_function__`: on a Dual it would run below the rules. So
 the compiled graph runs here, op by op, each op answered as any other of the block. Ops without side
-effects, branches, loops and lists are known; the rest is refused by name: writes into tensors, calls
-of Python, random draws but dropout.
+effects, branches, loops and lists are known; the rest is refused by name: writes into tensors,
+calls of Python, random draws but dropout.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def changing_lists(x: Tensor, given: list[Tensor]) -> Tensor:
     first = parts.pop(0)
     del parts[1]
     parts.reverse()
-    sizes = [int(0)]
+    sizes = [0]
     sizes.clear()
     sizes.append(x.size(-1))
     return torch.stack(same).prod(0).view([-1] + sizes) * (last + first).flatten(0, 1)  # noqa: RUF005
