@@ -518,6 +518,19 @@ def test_derivatives_that_a_block_takes_are_refused_by_name():
             fused_jsrr(block, state(2, 3, 4))
 
 
+def test_a_pass_inside_vmap_is_right_or_refused_by_name():
+    h, v = state(1, 1, 4).expand(2, 3, 4), state(5, 2, 3, 4, seed=4)
+    weight = state(4, 4, seed=8)
+    found = torch.vmap(lambda v: fused_jvp(lambda x: x @ weight, h.contiguous(), v)[1])(v)
+    torch.testing.assert_close(found, v @ weight)
+    for block, start, message in (
+        (lambda x: x @ weight, h, r"inside torch\.vmap, got an expanded one; call contiguous"),
+        (lambda x: x.tanh() @ weight, h.contiguous(), r"a dual pass inside torch\.vmap or a trans"),
+    ):
+        with pytest.raises(RuntimeError, match=f"stars_fast: .*{message}"):
+            torch.vmap(lambda v, f=block, start=start: fused_jvp(f, start, v)[1])(v)
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_products_with_sparse_constants_are_exact(layout):
     dense = state(5, 3, seed=8).relu()
