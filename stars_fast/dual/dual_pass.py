@@ -68,6 +68,14 @@ def _run(
             tangent = tangent_of(found)
             settle_all()  # what someone has kept, and may read later
             return tangent
+    except RuntimeError as error:
+        if "setup_context" not in str(error):
+            raise
+        raise RuntimeError(
+            "stars_fast: a dual pass inside torch.vmap or a transform of torch.func: the ops that "
+            "carry the tangent know no such transforms; call fused_jvp or fused_jsrr outside of "
+            "them, on a state with one dimension more, or in a loop"
+        ) from error
     finally:
         release_duals(block)
         forget_waiting()

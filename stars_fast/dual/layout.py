@@ -92,7 +92,13 @@ class _Marks(Generic[_T]):
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], _T]] = {}
 
     def set(self, x: Tensor, known: _T) -> None:
-        storage = x.untyped_storage()
+        try:
+            storage = x.untyped_storage()
+        except NotImplementedError as error:  # it has none of its own
+            raise RuntimeError(
+                "stars_fast: h or what a block makes of it: expected tensors whose elements lie "
+                "apart inside torch.vmap, got an expanded one; call contiguous() on it first"
+            ) from error
         key = id(storage)
         forget = weakref.ref(storage, lambda _: self._known.pop(key, None))
         self._known[key] = forget, known

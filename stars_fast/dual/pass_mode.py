@@ -114,6 +114,20 @@ class Pass(TorchFunctionMode):
         state.running = self._outer.pop()
         super().__exit__(*error)
 
+    @property
+    def looks(self) -> bool:
+        """Whether the next call comes by here: not while it answers one, nor under another mode."""
+        return _count_modes() == self._depth
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """A region of the pass whose calls do not come by here, as while it answers one."""
+        super().__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            super().__enter__()
+
     def _note(self, func: Any, tensor: Any, args: tuple) -> None:
         """Keep in mind a tensor that is made here, or a view of one."""
         if type(tensor) is not Tensor or not is_smooth(tensor) or not tensor.numel():
@@ -162,10 +176,10 @@ class Pass(TorchFunctionMode):
         stack = stack_pair(root, torch.zeros_like(root))
         with torch.no_grad():
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
-        for tensor in family:
+        for tensor in reversed(family):  # views before what they are views of
             view = _same_view(stack, tensor)
             if any(tensor is each for each in apart):
-                tensor.data = view[0].detach()
+                _become_alias(tensor, view[0].detach())
             else:
                 self._become_dual(tensor, view)
         return True
@@ -175,6 +189,16 @@ class Pass(TorchFunctionMode):
         tensor.stack = stack  # type: ignore[attr-defined]
         tensor.turned = True  # type: ignore[attr-defined]
         tensor.owner = self  # type: ignore[attr-defined]
+
+
+def _become_alias(tensor: Tensor, other: Tensor) -> None:
+    """Make a plain tensor one with `other`, with its count of writes, by which autograd sees that
+    what it has saved was overwritten. What it has saved of `tensor` already it finds so now."""
+    with torch._C.DisableTorchFunction():
+        try:
+            torch.utils.swap_tensors(tensor, other)
+        except RuntimeError:  # saved
+            tensor.data = other
 
 
 def _root(tensor: Tensor) -> Tensor:
@@ -229,7 +253,7 @@ def on_stacks() -> Iterator[None]:
     """A region of a pass that computes on stacks itself, such as a native model: its calls are not
     looked at, and cost what they cost outside of a pass."""
     running = running_pass()
-    if running is None or _count_modes() != running._depth:  # a mode of the user's is inside
+    if running is None or not running.looks:  # a mode of the user's is inside
         yield
         return
     running.__exit__(None, None, None)

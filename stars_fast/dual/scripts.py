@@ -2,8 +2,8 @@
 
 Their interpreter does not ask for `__torch_function__`: on a Dual it would run below the rules. So
 the compiled graph runs here, op by op, each op answered as any other of the block. Ops without side
-effects, branches, loops and lists are known; the rest is refused by name: writes into tensors and
-lists, calls of Python, random draws but dropout.
+effects, branches, loops and lists are known; the rest is refused by name: writes into tensors,
+calls of Python, random draws but dropout.
 """
 
 from __future__ import annotations
@@ -35,6 +35,16 @@ def _attention(
     )
 
 
+def _changes(change: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a list that changes it, which gives the list."""
+
+    def apply(values: list[Any], *args: Any) -> list[Any]:
+        change(values, *args)
+        return values
+
+    return apply
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::dropout": F.dropout,
     "aten::scaled_dot_product_attention": _attention,
@@ -43,6 +53,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::list.t": list,
     "aten::mul.left_t": operator.mul,
     "aten::slice.t": lambda values, *bounds: values[slice(*bounds)],
+    "aten::add_.t": operator.iadd,
+    "aten::append.t": _changes(list.append),
+    "aten::clear.t": list.clear,
+    "aten::Delete.t": operator.delitem,
+    "aten::extend.t": list.extend,
+    "aten::insert.t": list.insert,
+    "aten::pop.t": list.pop,
+    "aten::reverse.t": list.reverse,
+    "aten::_set_item.t": _changes(operator.setitem),
     "aten::__getitem__": operator.getitem,
     "aten::__is__": operator.is_,
     "aten::__isnot__": operator.is_not,

@@ -34,13 +34,19 @@ def cast(model: Any, dtype: torch.dtype, device: str | torch.device | None = Non
         assert moved is not None
         module._buffers[leaf] = table.to(moved.device)
     moved_to = model.state_dict(keep_vars=True)
-    for name, tensor in wide.items():
-        moved_to[name].data = tensor.to(moved_to[name].device, torch.float32)
+    for name, (tensor, grad) in wide.items():
+        kept = moved_to[name]
+        kept.data = tensor.to(kept.device, torch.float32)
+        if grad is not None:
+            kept.grad = grad.to(kept.device, torch.float32)
     return model
 
 
-def _kept_wide(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Weights and buffers that transformers loads in fp32 beside `dtype`, as they are."""
+def _kept_wide(
+    model: nn.Module, dtype: torch.dtype
+) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
+    """Weights and buffers that transformers loads in fp32 beside `dtype`, and their gradients, as
+    they are."""
     names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         names.update(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -50,7 +56,7 @@ def _kept_wide(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         return {}
     wanted = re.compile("|".join(name.replace("*", ".*") for name in sorted(names)))
     return {
-        name: tensor
-        for name, tensor in model.state_dict().items()
+        name: (tensor.detach(), None if tensor.grad is None else tensor.grad.detach())
+        for name, tensor in model.state_dict(keep_vars=True).items()
         if tensor.is_floating_point() and wanted.search(name)
     }

@@ -518,6 +518,19 @@ def test_derivatives_that_a_block_takes_are_refused_by_name():
             fused_jsrr(block, state(2, 3, 4))
 
 
+def test_a_pass_inside_vmap_is_right_or_refused_by_name():
+    h, v = state(1, 1, 4).expand(2, 3, 4), state(5, 2, 3, 4, seed=4)
+    weight = state(4, 4, seed=8)
+    found = torch.vmap(lambda v: fused_jvp(lambda x: x @ weight, h.contiguous(), v)[1])(v)
+    torch.testing.assert_close(found, v @ weight)
+    for block, start, message in (
+        (lambda x: x @ weight, h, r"inside torch\.vmap, got an expanded one; call contiguous"),
+        (lambda x: x.tanh() @ weight, h.contiguous(), r"a dual pass inside torch\.vmap or a trans"),
+    ):
+        with pytest.raises(RuntimeError, match=f"stars_fast: .*{message}"):
+            torch.vmap(lambda v, f=block, start=start: fused_jvp(f, start, v)[1])(v)
+
+
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_products_with_sparse_constants_are_exact(layout):
     dense = state(5, 3, seed=8).relu()
@@ -565,6 +578,36 @@ def test_batch_norm_in_training_is_refused_and_in_eval_exact():
         fused_jsrr(norm, state(2, 4))
     norm.running_var.uniform_(0.5, 2)
     check(norm.eval(), 3, 4)
+
+
+@pytest.mark.parametrize("which", ["mean", "var", "both"])
+@pytest.mark.parametrize("own", [True, False], ids=["of the input", "running"])
+@pytest.mark.parametrize("norm", ["instance_norm", "batch_norm"])
+def test_running_statistics_with_a_tangent_are_refused_by_name(norm, own, which):
+    if norm == "batch_norm" and own:
+        return  # training mode, refused as such
+
+    def block(h):
+        mean = h.mean((0, 2)) if which != "var" else torch.zeros(3).double()
+        var = h.var((0, 2)) if which != "mean" else torch.ones(3).double()
+        if norm == "batch_norm":
+            return F.batch_norm(h, mean, var)
+        return F.instance_norm(h, mean, var, use_input_stats=own)
+
+    expected = "running_var" if which == "var" else "running_mean"
+    with pytest.raises(RuntimeError, match=f"{norm}: {expected}: expected a tensor without"):
+        fused_jsrr(block, state(2, 3, 4))
+
+
+def test_an_instance_norm_whose_buffer_was_set_to_what_depends_on_h():
+    norm = nn.InstanceNorm1d(3, track_running_stats=True).double()
+
+    def block(h):
+        norm.running_mean = h.mean((0, 2))
+        return norm(h)
+
+    with pytest.raises(RuntimeError, match="running_mean: expected a tensor without a tangent"):
+        fused_jsrr(block, state(2, 3, 4))
 
 
 def test_group_norm_is_exact():

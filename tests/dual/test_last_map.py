@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from stars_fast import fused_jsrr, recognition
 from stars_fast.dual.dual_pass import first_output
+from stars_fast.dual.registry import observe
 from stars_fast.ops.tangent_linear import tangent_linear
 
 WIDTH = 6
+WEIGHT = torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).reshape(WIDTH, WIDTH)
 
 
 class Body(nn.Module):
@@ -148,6 +150,36 @@ def under_checkpoint(self, h):
 def test_elsewhere_the_map_is_that_of_a_pair(forward, h, taken):
     assert_exact(ending(forward), h, plain=Body() if forward is under_checkpoint else None)
     assert not taken
+
+
+def written_norm(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        written_norm,
+        F.silu,
+        lambda x: x * torch.sigmoid(x),
+        lambda x: x * x,
+        lambda x: written_norm(x) + F.linear(x.cos(), WEIGHT),
+    ],
+)
+@pytest.mark.parametrize("tangent_alone", [True, False])
+def test_what_waits_at_the_end_runs_once(end, tangent_alone, h):
+    """And what is a sum with a map that waits leaves the map the tangent alone."""
+    ran = []
+    stop = observe(lambda name, kind: ran.append((name, kind)))
+    try:
+        fused_jsrr(lambda x: end(x.sin()), h, return_output=not tangent_alone)
+    finally:
+        stop()
+    assert len(ran) == len(set(ran))
+    assert (("linear", "stacked") in ran) <= (not tangent_alone)
+    block = Body()
+    block.forward = lambda x: end(x + block.second(block.inner(x)))
+    assert_exact(block, h)
 
 
 def test_what_is_kept_of_a_pass_has_its_values(h, taken):

@@ -387,3 +387,10 @@ def test_lies_as_eager(op, order):
     check(lambda h: op(h[None]), permuted(SHAPE, order))
     check(lambda h: op(h[None, ..., :2]), permuted(SHAPE, order))
     check(lambda h: op(h.unsqueeze(1).repeat(1, 2, 1, 1)), permuted(SHAPE, order))
+
+
+@pytest.mark.parametrize("order", orders((2, 4, 6)), ids=str)
+def test_pools_of_norms_lie_as_eager_s(order):
+    for p in (1, 2.0, 3.0):
+        check(lambda h, p=p: F.lp_pool1d(h.abs(), p, 2), permuted((2, 4, 6), order))
+        check(lambda h, p=p: F.lp_pool2d(h.abs(), p, 2), permuted((2, 4, 6), order))

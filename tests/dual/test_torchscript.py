@@ -79,6 +79,27 @@ def with_literals(x: Tensor) -> Tensor:
     return y * torch.tensor(3) + torch.tensor([True, False, True, False])
 
 
+def changing_lists(x: Tensor, given: list[Tensor]) -> Tensor:
+    given.append(x.sin())
+    parts = [x]
+    same = parts
+    for i in range(3):
+        parts.append(parts[-1].cos() * float(i))
+    parts.extend([x * x, x * 2.0])
+    parts += given
+    parts[1] = x.tanh()
+    parts[-1] = parts[-1] * x
+    parts.insert(0, x.exp())
+    last = parts.pop()
+    first = parts.pop(0)
+    del parts[1]
+    parts.reverse()
+    sizes = [0]
+    sizes.clear()
+    sizes.append(x.size(-1))
+    return torch.stack(same).prod(0).view([-1] + sizes) * (last + first).flatten(0, 1)  # noqa: RUF005
+
+
 def in_likeness(x: Tensor) -> Tensor:
     y = torch.full_like(x, 2.0) + x.new_ones([4]) + torch.zeros_like(x, dtype=torch.float64)
     return x * y + F.group_norm(x, 5) + F.scaled_dot_product_attention(x, x, x)
@@ -122,6 +143,7 @@ BLOCKS = {
     "loops": (in_loops, lambda f, h: f(h, 2) + f(h, 6)),
     "lists of sizes": (of_shapes, lambda f, h: f(h)),
     "literals": (with_literals, lambda f, h: f(h)),
+    "lists that change": (changing_lists, lambda f, h: f(h, [h.cos(), h])),
     "new tensors": (in_likeness, lambda f, h: f(h)),
 }
 
@@ -140,6 +162,12 @@ def test_the_value_is_the_interpreter_s_and_the_rest_follows(h, name, monkeypatc
     out, _ = fused_jvp(lambda x: block(script, x), h, torch.ones_like(h))
     torch.testing.assert_close(out, block(script, h), **CLOSE)
     assert_matches_differences(lambda x: block(script, x), h)
+
+
+def test_a_list_that_a_caller_hands_over_stays_his(h):
+    script, given = torch.jit.script(changing_lists), [h.cos()]
+    fused_jvp(lambda x: script(x, given), h, torch.ones_like(h))
+    assert len(given) == 1
 
 
 def test_weights_get_their_gradients(h):
@@ -200,9 +228,9 @@ def in_place(x: Tensor) -> Tensor:
     return y
 
 
-def appending(parts: list[Tensor], x: Tensor) -> Tensor:
-    parts.append(x)
-    return torch.stack(parts).sum(0)
+def sorting(parts: list[int], x: Tensor) -> Tensor:
+    parts.sort()
+    return x * parts[0]
 
 
 def drawing(x: Tensor) -> Tensor:
@@ -246,7 +274,7 @@ def of_a_holder(held: Holder) -> Tensor:
     ("function", "block", "message"),
     [
         (in_place, lambda f, h: f(h), "writes into a tensor or a list by aten::mul_"),
-        (appending, lambda f, h: f([h], h), "writes into a tensor or a list by aten::append"),
+        (sorting, lambda f, h: f([2, 1], h), "writes into a tensor or a list by aten::sort"),
         (drawing, lambda f, h: f(h), "draws random numbers by aten::rand_like"),
         (reading, lambda f, h: f(h), "makes a number of a tensor with a tangent by aten::Float"),
         (calling_python, lambda f, h: f(h), "has a "),

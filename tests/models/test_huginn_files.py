@@ -55,6 +55,14 @@ def test_every_key_and_field_comes_back(shape, shards, dtype, tmp_path):
     )
 
 
+def test_ids_of_tokens_are_there_to_be_read(tmp_path):
+    for given in ({}, {"eos_token_id": 5}):
+        HuginnConfig(n_embd=32, n_heads=4, **given).save_pretrained(tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        assert [getattr(config, name) for name in names] == [None, given.get("eos_token_id"), None]
+
+
 @each_shape
 def test_the_auto_classes_give_the_native_model(shape):
     folder = checkpoint(shape)

@@ -29,6 +29,7 @@ from stars_fast.models.looped_decoder import (
     LoopedDecoderModel,
     count_turns,
 )
+from stars_fast.models.portable import modeling_looped_decoder_portable as portable
 from stars_fast.models.saved import find_model, load_model
 from stars_fast.tokens import Tokens
 
@@ -441,6 +442,18 @@ def test_sizes_that_are_set_are_the_decoder_s(tmp_path):
     assert model.config.decoder.vocab_size == model.config.vocab_size == 400
 
 
+def test_standard_sizes_are_the_decoder_s():
+    """Those with one meaning: how many layers there are has several."""
+    config = looped("llama", torch.float32).config
+    for each in (config, portable.LoopedDecoderConfig(**config.to_dict())):
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size"):
+            assert getattr(each, name) == getattr(each.decoder, name), name
+        assert not hasattr(each, "num_hidden_layers")
+        assert "head_dim" not in each.to_diff_dict()
+    without = LoopedDecoderConfig(decoder=transformers.GPT2Config(n_layer=3))
+    assert not hasattr(without, "num_key_value_heads")
+
+
 def test_an_export_stops_where_a_message_ends(tmp_path):
     """As the tokenizer marks it, besides where the decoder stopped."""
     model = looped("llama", torch.float32)
@@ -466,6 +479,24 @@ def test_16_bits_leave_in_fp32_what_transformers_does(tmp_path, dtype):
     for found in (cast(model, dtype), load_model(find_model(str(tmp_path)), dtype)):
         for name, tensor in found.state_dict().items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
+
+
+def test_gradients_of_what_stays_in_fp32_do_too():
+    class Routed(torch.nn.Module):
+        _keep_in_fp32_modules_strict = ("router",)
+
+        def __init__(self):
+            super().__init__()
+            self.router, self.rest = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+
+    model = Routed()
+    model.rest(model.router(torch.randn(3, 4))).square().sum().backward()
+    expected = model.router.weight.grad.clone()
+    cast(model, torch.bfloat16)
+    for p in model.parameters():
+        assert p.grad.dtype == p.dtype
+    assert torch.equal(model.router.weight.grad, expected)
+    assert model.rest.weight.grad.dtype == torch.bfloat16
 
 
 @torch.no_grad()

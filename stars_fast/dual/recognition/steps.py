@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from stars_fast.dual.registry import RECORDERS, Recorder, objects_named, observed, report
-from stars_fast.dual.running import add_waiting
+from stars_fast.dual.running import add_waiting, state
 from stars_fast.dual.tensor import QUICK, Dual, answer
 
 _WIDE = (torch.float32, torch.float64)
@@ -180,8 +180,8 @@ def complete(op: str, formula: str, stack: Tensor, parts: tuple) -> Dual:
 
 def _run(dual: Dual) -> None:
     step = dual.step
-    check_held(step)
     with _as_called(step):
+        check_held(step)
         called = step.called
         result = answer(*called) if type(called) is tuple else called()
         stack = result.stack
@@ -195,8 +195,12 @@ def _run(dual: Dual) -> None:
 def _as_called(step: Step) -> Iterator[None]:
     """The grad mode in which an op was called. Autocast is off for narrow numbers: under it they
     would not wait; others it leaves alone. Nothing waits in inference mode, nor in the forward of a
-    custom autograd function, where forward mode is off too."""
+    custom autograd function, where forward mode is off too. The pass does not look on: for it each
+    call of a tensor's own is one before which all that waits has to run, this op too."""
     with ExitStack() as stack:
+        running = state.running
+        if running is not None and running.looks:
+            stack.enter_context(running.looking_away())
         if not _forward_mode():
             stack.enter_context(torch.inference_mode(False))
         if step.grad != _grad():

@@ -291,6 +291,16 @@ def group_norm(
     return Dual(_in_format_of(y.stack.to(dtype), input.stack))
 
 
+def _check_statistics(name: str, **statistics: Any) -> None:
+    """Refuse running statistics with a tangent: torch takes no derivative by them."""
+    for each, value in statistics.items():
+        if type(value) is Dual:
+            raise RuntimeError(
+                f"{name}: {each}: expected a tensor without a tangent, got one that depends on h; "
+                "detach() it, or write the norm out where the statistics are meant to move with h"
+            )
+
+
 @rule("instance_norm", kind="fused", owners=(F,))
 def instance_norm(
     input: Any,
@@ -303,6 +313,7 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Any:
     """Running statistics are updated once, by torch's own forward of the primal."""
+    _check_statistics("instance_norm", running_mean=running_mean, running_var=running_var)
     if not use_input_stats:
         return batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     primal = primal_of(input).detach()
@@ -332,6 +343,7 @@ def batch_norm(
             "not their own, and updates its statistics in place; call eval() on it, and let it "
             "track its running statistics"
         )
+    _check_statistics("batch_norm", running_mean=running_mean, running_var=running_var)
     args = (input, running_mean, running_var, weight, bias, False, momentum, eps)
     return jvp(F.batch_norm, "batch_norm", args, {})
 

@@ -251,7 +251,8 @@ def _root_of_sums(input: Any, pool: Any, p: float, kernel: Any, args: tuple) -> 
         sizes *= {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}[pool]
     sums = pool(input.pow(p), kernel, *args) * math.prod(sizes)
     zero = sums == 0
-    return sums.masked_fill(zero, 1.0).pow(1 / p).masked_fill(zero, 0.0)
+    # masked_fill would give another memory order.
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, sums).pow(1 / p))
 
 
 def _register_lp_pools() -> None:

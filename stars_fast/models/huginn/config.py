@@ -185,6 +185,8 @@ class HuginnConfig(PretrainedConfig):
         check_config(self)
         kwargs.pop("auto_map", None)  # code beside a checkpoint, which is never run
         kwargs["tie_word_embeddings"] = self.tie_embeddings
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # read of any configuration
+            kwargs.setdefault(name, None)
         super().__init__(**kwargs)
 
     @property

@@ -14,6 +14,15 @@ from stars_fast.models.injection import INJECTIONS, adapter_keeps_state, check_i
 STATES = ("prelude", "noise", "learned")
 
 
+def _of_decoder(name: str) -> Any:
+    """A setting that is the decoder's, to be read and set; none where the decoder has none."""
+    return property(
+        lambda config: getattr(config.decoder, name),
+        lambda config, value: setattr(config.decoder, name, value),
+        doc="The decoder's.",
+    )
+
+
 class LoopedDecoderConfig(PretrainedConfig):
     """A decoder of transformers whose middle layers are repeated.
 
@@ -104,32 +113,13 @@ class LoopedDecoderConfig(PretrainedConfig):
         if experts is not None:
             self.decoder._experts_implementation = experts
 
-    @property
-    def vocab_size(self) -> int:
-        """The decoder's."""
-        return self.decoder.vocab_size
-
-    @vocab_size.setter
-    def vocab_size(self, value: int) -> None:
-        self.decoder.vocab_size = value
-
-    @property
-    def hidden_size(self) -> int:
-        """The decoder's."""
-        return self.decoder.hidden_size
-
-    @hidden_size.setter
-    def hidden_size(self, value: int) -> None:
-        self.decoder.hidden_size = value
-
-    @property
-    def max_position_embeddings(self) -> int:
-        """The decoder's."""
-        return self.decoder.max_position_embeddings
-
-    @max_position_embeddings.setter
-    def max_position_embeddings(self, value: int) -> None:
-        self.decoder.max_position_embeddings = value
+    # No num_hidden_layers: weights, slots of a cache and layers that run are three numbers here.
+    vocab_size = _of_decoder("vocab_size")
+    hidden_size = _of_decoder("hidden_size")
+    num_attention_heads = _of_decoder("num_attention_heads")
+    num_key_value_heads = _of_decoder("num_key_value_heads")
+    head_dim = _of_decoder("head_dim")
+    max_position_embeddings = _of_decoder("max_position_embeddings")
 
     @property
     def adapter_keeps_state(self) -> bool:

@@ -161,6 +161,8 @@ class HuginnConfig(PretrainedConfig):
             if alias in kwargs:
                 setattr(self, name, kwargs.pop(alias))
         kwargs["tie_word_embeddings"] = tie_embeddings
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):  # read of any configuration
+            kwargs.setdefault(name, None)
         super().__init__(**kwargs)
 
     def to_dict(self) -> dict[str, Any]:

@@ -152,6 +152,21 @@ class LoopedDecoderConfig(PretrainedConfig):
         return self.decoder.hidden_size
 
     @property
+    def num_attention_heads(self) -> int:
+        """The decoder's."""
+        return self.decoder.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """The decoder's."""
+        return self.decoder.num_key_value_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The decoder's."""
+        return self.decoder.head_dim
+
+    @property
     def max_position_embeddings(self) -> int:
         """The decoder's."""
         return self.decoder.max_position_embeddings
