@@ -1,4 +1,4 @@
-"""What a run that goes on shares with that of its checkpoint, wherever data and model lie now."""
+"""Data and model of a run that goes on, held against those of its checkpoint wherever they lie."""
 
 from collections.abc import Mapping
 from pathlib import Path
