@@ -25,7 +25,7 @@ from stars_fast.ops.first_derivative import first_derivative
 
 
 class NoSecondDerivative(Exception):
-    """Why a backward can't be differentiated."""
+    """A backward that can't be differentiated, with the reason."""
 
 
 def jvp_by_backward(func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:

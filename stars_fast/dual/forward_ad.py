@@ -288,7 +288,7 @@ def jvp(
 
 
 def run_op(op: type[torch.autograd.Function], call: Call, args: tuple, kwargs: dict) -> Any:
-    """What `op`, a function of stacks, makes of a call, as `jvp` gives it."""
+    """Run a call through `op`, a function of stacks. Returns the same as `jvp`."""
     try:
         if torch.is_inference_mode_enabled():
             # Forward mode is off for inference tensors.
