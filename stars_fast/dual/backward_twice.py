@@ -154,7 +154,8 @@ def _kept(
         NoSecondDerivative: one is a weight that is none of its arguments.
     """
     nodes = {out.grad_fn for out in outputs}
-    custom = [x for x in nodes if isinstance(x, torch.autograd.function.BackwardCFunction)]
+    kind = torch.autograd.function.BackwardCFunction
+    custom: list[Any] = [node for node in nodes if isinstance(node, kind)]
     held = [x for node in custom for x in (*node.saved_tensors, *vars(node).values())]
     places = {x.untyped_storage().data_ptr() for x in constants}
     parts = {x.untyped_storage().data_ptr() for x in inputs}  # of inputs, cut off from them
