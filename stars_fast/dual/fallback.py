@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from stars_fast.dual.forward_ad import jvp
+from stars_fast.dual.backward_twice import NoSecondDerivative, jvp_by_backward
+from stars_fast.dual.forward_ad import NoForwardDerivative, jvp
 from stars_fast.dual.in_place import assign, check_writable
 from stars_fast.dual.registry import LIBRARY_RULES, fallback, report
 from stars_fast.dual.tensor import Dual, primal_of
@@ -71,7 +72,13 @@ def answer_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
         finally:
             _opened().pop()
     report(name, "fallback")
-    return jvp(func, name, args, kwargs)
+    try:
+        return jvp(func, name, args, kwargs)
+    except NoForwardDerivative as error:
+        try:
+            return jvp_by_backward(func, name, args, kwargs)
+        except NoSecondDerivative:
+            raise error from None
 
 
 _local = threading.local()

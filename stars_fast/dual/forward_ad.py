@@ -44,7 +44,7 @@ _forward_mode = threading.RLock()
 
 
 @dataclass(frozen=True)
-class _View:
+class View:
     """An output that lies in the memory of an input: of which stack, and where in its memory; None
     for what strides can't say, such as another dtype."""
 
@@ -52,7 +52,7 @@ class _View:
     place: tuple[Any, ...] | None
 
 
-class _Call:
+class Call:
     """One call of one op: what it is called with, apart from the tensors.
 
     The tensors come in three groups: stacks of Duals, plain tensors that require a gradient, and
@@ -76,7 +76,7 @@ class _Call:
             self.leaves[i] = None
         self.outputs: list[Any] = []
         self.out_spec: Any = None
-        self.views: list[_View | None] = []
+        self.views: list[View | None] = []
         self.arrange: list[Callable[[Tensor], Tensor]] = []
         self.grad_enabled = torch.is_grad_enabled()
         self.device = self.tensors[0].device
@@ -101,8 +101,20 @@ class _Call:
         self(*inputs)
         smooth = tuple(filter(self.has_tangent, self.outputs))
         if not smooth:
-            raise _ValueOnly
+            raise ValueOnly
         return smooth
+
+    def differentiable(self, inputs: list[Tensor], tensors: tuple[Tensor, ...]) -> list[Tensor]:
+        """The outputs with a gradient by `inputs`; the others of `outputs` become constants."""
+        self(*inputs, *tensors[self.smooth_inputs :])
+        found = [is_smooth(out) and out.requires_grad for out in self.outputs]
+        outputs = [out for out, smooth in zip(self.outputs, found, strict=True) if smooth]
+        if not outputs:
+            raise ValueOnly
+        self.outputs = [
+            None if smooth else out for out, smooth in zip(self.outputs, found, strict=True)
+        ]
+        return outputs
 
     def has_tangent(self, out: Any) -> bool:
         """Whether an output has a tangent, or lacks one that it should have."""
@@ -130,7 +142,7 @@ class _Call:
 
     def check(self, values: Any, versions: list[int], pairs: list[Any]) -> None:
         """Raise where the op did what its dual can't follow."""
-        if [_version(x) for x in values] != versions:
+        if [version_of(x) for x in values] != versions:
             raise RuntimeError(
                 f"stars_fast: {self.name} writes into its arguments, which would change a value "
                 "and leave its tangent; use an out-of-place form, or detach what it is given"
@@ -156,16 +168,16 @@ def _forward_levels() -> Iterator[None]:
         yield
 
 
-def _version(x: Tensor) -> int:
+def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _views(
+def views_of(
     stacks: Sequence[Tensor], primals: Sequence[Tensor], outputs: Sequence[Tensor]
-) -> list[_View | None]:
+) -> list[View | None]:
     """For each output, where it lies in the memory of one of the primals that the op was given."""
     owners = {x.untyped_storage().data_ptr(): i for i, x in enumerate(primals) if x.numel()}
-    found: list[_View | None] = []
+    found: list[View | None] = []
     for out in outputs:
         place = out.untyped_storage().data_ptr() if out.numel() else None
         owner = None if place is None else owners.get(place)
@@ -179,20 +191,20 @@ def _views(
             and stack.untyped_storage().data_ptr() == place
         )
         where = (out.shape, out.stride(), out.storage_offset()) if by_strides else None
-        found.append(_View(owner, where))
+        found.append(View(owner, where))
     return found
 
 
 class _OneOp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = call
         # Eager may keep less than the inputs, and allow to overwrite them.
         copied = 0 if call.name.rpartition(".")[2] in _KEEP_INPUTS else call.stacks
         ctx.save_for_backward(*(x.clone() for x in tensors[:copied]), *tensors[copied:])
         values = tuple(x.detach() for x in tensors)
         primals, tangents = call.split(values)
-        versions = [_version(x) for x in values]
+        versions = [version_of(x) for x in values]
         # Inside a Function torch turns forward mode and gradients off. The inputs are constants
         # here: a result that requires a gradient depends on more than them.
         with _forward_levels(), torch.set_grad_enabled(call.grad_enabled):
@@ -201,7 +213,7 @@ class _OneOp(torch.autograd.Function):
             pairs = [forward_ad.unpack_dual(out) for out in smooth]
             call.outputs = [None if call.has_tangent(out) else out for out in call.outputs]
         call.check(values, versions, pairs)
-        call.views = _views(values, primals[: call.stacks], [pair.primal for pair in pairs])
+        call.views = views_of(values, primals[: call.stacks], [pair.primal for pair in pairs])
         packed = [
             pack_pair(pair.primal.detach(), pair.tangent.detach().to(pair.primal.dtype))
             for pair in pairs
@@ -264,22 +276,28 @@ def jvp(
             `mark_non_differentiable` says.
 
     Raises:
-        RuntimeError: torch has no forward derivative for the op, named by `name`.
+        NoForwardDerivative: torch has none for the op, named by `name`.
     """
-    call = _Call(func, name, args, kwargs, may_leave_out)
+    call = Call(func, name, args, kwargs, may_leave_out)
+    try:
+        return run_op(_OneOp, call, args, kwargs)
+    except NotImplementedError as error:
+        raise NoForwardDerivative(
+            f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
+        ) from error
+
+
+def run_op(op: type[torch.autograd.Function], call: Call, args: tuple, kwargs: dict) -> Any:
+    """Run a call through `op`, a function of stacks. Returns the same as `jvp`."""
     try:
         if torch.is_inference_mode_enabled():
             # Forward mode is off for inference tensors.
             with torch.inference_mode(False), torch.no_grad():
-                stacks = iter(_OneOp.apply(call, *(x.clone() for x in call.tensors)))
+                stacks = iter(op.apply(call, *(x.clone() for x in call.tensors)))
         else:
-            stacks = iter(_OneOp.apply(call, *call.tensors))
-    except _ValueOnly:
+            stacks = iter(op.apply(call, *call.tensors))
+    except ValueOnly:
         return tree_unflatten(call.outputs, call.out_spec)
-    except NotImplementedError as error:
-        raise RuntimeError(
-            f"stars_fast: {name} has no rule and no forward derivative in torch: {error}"
-        ) from error
     places = zip(stacks, call.arrange, call.views, strict=True)
     duals = iter([_filled(call, arrange(memory), view) for memory, arrange, view in places])
     filled = [next(duals) if out is None else out for out in call.outputs]
@@ -288,11 +306,11 @@ def jvp(
         # A view in torch, a copy here: no later write may go through it.
         for leaf in (*tree_leaves((args, kwargs)), *filled):
             if type(leaf) is Dual:
-                frozen.set(leaf.stack, name)
+                frozen.set(leaf.stack, call.name)
     return tree_unflatten(filled, call.out_spec)
 
 
-def _filled(call: _Call, stack: Tensor, view: _View | None) -> Dual:
+def _filled(call: Call, stack: Tensor, view: View | None) -> Dual:
     """An output: a view of the input's stack where torch gives a view of the input."""
     if view is None or view.place is None:
         return Dual(stack)
@@ -303,7 +321,11 @@ def _filled(call: _Call, stack: Tensor, view: _View | None) -> Dual:
     return Dual(whole.as_strided((2, *shape), (source.stride(0), *stride), offset))
 
 
-class _ValueOnly(Exception):
+class NoForwardDerivative(RuntimeError):
+    """Torch has no forward derivative of an op."""
+
+
+class ValueOnly(Exception):
     """The op has no floating-point output: it is a question about values."""
 
 

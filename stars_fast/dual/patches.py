@@ -25,6 +25,7 @@ import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
+from stars_fast.dual.backward_twice import NoSecondDerivative, jvp_by_backward
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.running import recognising, settle_all, state
@@ -87,15 +88,18 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _plain_apply(cls, *args, **kwargs)
     if name in _PASS_THROUGH:
         return _pass_through(cls, args)
-    # `Function.jvp` of the base class only raises.
-    if cls.jvp is torch.autograd.Function.jvp:
-        raise RuntimeError(
-            f"stars_fast: the custom autograd function {name} has no `jvp`, so its tangent can't "
-            "be computed; define one, or use plain torch functions there"
-        )
     report(cls.__qualname__, "fallback")
     run = functools.partial(_plain_apply, cls)
-    return jvp(run, name, args, kwargs, may_leave_out=True)
+    # `Function.jvp` of the base class only raises.
+    if cls.jvp is not torch.autograd.Function.jvp:
+        return jvp(run, name, args, kwargs, may_leave_out=True)
+    try:
+        return jvp_by_backward(run, name, args, kwargs)
+    except NoSecondDerivative as error:
+        raise RuntimeError(
+            f"stars_fast: the custom autograd function {name} has no `jvp`, and its backward can't "
+            f"stand for one: {error}; define a `jvp`, or use plain torch functions there"
+        ) from error
 
 
 def _pass_through(cls: Any, args: tuple) -> Any:

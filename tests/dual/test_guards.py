@@ -297,9 +297,148 @@ def test_what_a_custom_function_marks_is_a_constant():
     check(lambda h: h * Rounding.apply(h)[1], 3, 4)
 
 
-def test_a_custom_function_without_one_is_named():
-    with pytest.raises(RuntimeError, match=r"Opaque has no `jvp`"):
-        fused_jsrr(lambda h: Opaque.apply(h), state(2, 3, 4))
+class Weighted(torch.autograd.Function):
+    """x^3 w, and x rounded, whose backward hands the gradient on."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x**3 * w, x.round()
+
+    @staticmethod
+    def backward(ctx, grad, through):
+        x, w = ctx.saved_tensors
+        return 3 * x**2 * w * grad + through, (x**3 * grad).sum_to_size(w.shape)
+
+
+class Rooted(torch.autograd.Function):
+    """exp of a multiple, which keeps its output, and a mask in the type of numbers."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        y = (factor * x).exp() * (x > 0).to(x.dtype)
+        ctx.mask, ctx.factor = (x > 0).to(x.dtype), factor
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * ctx.factor * ctx.mask * grad, None
+
+
+def test_a_custom_function_without_one_has_the_derivative_of_its_backward():
+    weight = torch.linspace(0.5, 2.0, 4, dtype=torch.float64, requires_grad=True)
+
+    def written_out(x):
+        rounded = x + (x.round() - x).detach()
+        return (x**3 * weight).sin() * rounded
+
+    def block(x):
+        cubes, rounded = Weighted.apply(x, weight)
+        return cubes.sin() * rounded
+
+    h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
+    results = []
+    for f in (block, written_out):
+        y, jv = fused_jvp(f, h, v)
+        results.append((y, jv, *torch.autograd.grad((y * jv.sin()).sum(), (h, weight))))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert "Weighted" in explain(block, h).fallbacks
+
+
+def test_a_custom_function_may_keep_its_output_and_a_mask():
+    factor = torch.tensor(0.7, dtype=torch.float64)
+    h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
+    results = []
+    for f in (
+        lambda x: Rooted.apply(x, factor),
+        lambda x: (factor * x).exp() * (x > 0).to(x.dtype),
+    ):
+        jv = fused_jvp(f, h, v)[1]
+        results.append((jv, torch.autograd.grad(jv.square().sum(), h)[0]))
+    torch.testing.assert_close(*results)
+
+
+def keeping(ctx, x):
+    ctx.save_for_backward(x.cos())
+    return x.sin()
+
+
+def outside(ctx, x):
+    ctx.weight = OUTSIDE
+    return x * OUTSIDE
+
+
+OUTSIDE = torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "reason"),
+    [
+        (
+            lambda ctx, x: x.clone(),
+            torch.autograd.function.once_differentiable(lambda ctx, g: g),
+            "a part without torch",
+        ),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g.detach() * 1, "not made of torch functions"),
+        (lambda ctx, x: x * 3, lambda ctx, g: g + 2 * g.detach(), "a part without torch"),
+        (keeping, lambda ctx, g: ctx.saved_tensors[0] * g, "computed on the way"),
+        (outside, lambda ctx, g: ctx.weight * g, "none of its arguments"),
+    ],
+    ids=["once", "detached", "in part", "an intermediate result", "a weight from outside"],
+)
+def test_a_custom_function_without_one_is_named(forward, backward, reason):
+    parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    cls = type("Without", (torch.autograd.Function,), parts)
+    with pytest.raises(RuntimeError, match=f"Without has no `jvp`.*{reason}.*; define a `jvp`"):
+        fused_jsrr(lambda h: cls.apply(h), state(2, 3, 4))
+
+
+def test_a_custom_function_that_takes_a_module_is_refused_before_its_backward_runs():
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.module = module
+            ctx.save_for_backward(x)
+            return module(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                ctx.module(x).backward(grad)
+            return x.grad, None
+
+    linear = nn.Linear(4, 4).double()
+    with pytest.raises(RuntimeError, match="takes a function or a module"):
+        fused_jsrr(lambda h: Region.apply(h, linear), state(2, 3, 4))
+    assert linear.weight.grad is None
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+def test_fake_quantisation_has_the_derivative_of_its_backward(per):
+    """One inside the range and none outside; torch has no forward derivative of it."""
+    scale = torch.full((4,), 0.1) if per == "channel" else torch.tensor([0.1])
+    zero = torch.zeros(scale.shape, dtype=torch.int32)
+
+    def block(x):
+        if per == "channel":
+            x = torch.fake_quantize_per_channel_affine(x, scale, zero, 1, -8, 7)
+        else:
+            x = torch.fake_quantize_per_tensor_affine(x, scale, zero, -8, 7)
+        return x**3
+
+    h, v = state(3, 4).float().requires_grad_(), state(3, 4, seed=4).float()
+    y, jv = fused_jvp(block, h, v)
+    quantised = (h.detach() / 0.1).round().clamp(-8, 7) * 0.1
+    inside = (quantised - h.detach()).abs() <= 0.0501
+    assert inside.any()
+    assert not inside.all()
+    torch.testing.assert_close(y, quantised**3)
+    torch.testing.assert_close(jv, 3 * quantised**2 * inside * v)
+    (grad,) = torch.autograd.grad(jv.sum(), h)
+    torch.testing.assert_close(grad, 6 * quantised * inside * v)
 
 
 bound_opaque, bound_cube = Opaque.apply, Cube.apply
@@ -494,12 +633,16 @@ def test_what_torch_can_not_differentiate_is_refused_with_the_way_out(name, f):
         fused_jsrr(f, state(2, 4))
 
 
-def test_an_op_without_a_forward_derivative_is_named():
+def test_an_op_without_a_forward_derivative_is_named_or_has_that_of_its_backward():
     def block(h):
         return h + torch.ops.aten.native_dropout_backward(h, h > 0, 2.0)
 
-    with pytest.raises(RuntimeError, match="native_dropout_backward"):
-        fused_jsrr(block, state(2, 4))
+    h, v = state(2, 4), state(2, 4, seed=4)
+    torch.testing.assert_close(fused_jvp(block, h, v)[1], v + 2 * (h > 0) * v)
+    scale, zero = torch.tensor([0.1]), torch.zeros(1)
+    learnable = torch._fake_quantize_learnable_per_tensor_affine
+    with pytest.raises(RuntimeError, match=r"_fake_quantize_learnable.* no forward derivative"):
+        fused_jsrr(lambda h: learnable(h, scale, zero, -8, 7), state(2, 4).float())
 
 
 def test_a_pair_needs_no_telling_that_it_requires_a_gradient():
