@@ -34,6 +34,7 @@ CXX_FLAGS = [
 ]
 NAMED = os.environ.get("STARS_FAST_BUILD") or None
 REFUSAL = "STARS_FAST_BUILD={} can't be built: "
+BUILDS = ("build", "build_py", "build_ext", "build_clib")
 IS_TRIAL = "STARS_FAST_TRIAL" in os.environ
 
 
@@ -137,9 +138,12 @@ def wheel() -> dict[str, type]:
 
     class Wheel(base):
         def run(self) -> None:
-            before = self.get_finalized_command("build").build_lib
-            # Modules that are gone since would be in the wheel, and be found by being there.
-            shutil.rmtree(os.path.join(before, "stars_fast"), ignore_errors=True)
+            before = os.path.join(self.get_finalized_command("build").build_lib, "stars_fast")
+            # Modules that are gone since would be in the wheel, and be found by being there; but
+            # what this very command has built is not built again.
+            built = any(self.distribution.have_run.get(name) for name in BUILDS)
+            if not built and os.path.realpath(before) != os.path.realpath("stars_fast"):
+                shutil.rmtree(before, ignore_errors=True)
             self.run_command("build")  # which may leave the kernels out
             self.skip_build = True  # it is done, and would compile everything once more
             self.root_is_pure = not self.distribution.has_ext_modules()

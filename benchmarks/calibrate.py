@@ -185,7 +185,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if missing := [name for name in SECTIONS if name not in results]:
         parser.error(
             f"results: expected sections {', '.join(SECTIONS)}, as gpu_check wrote on 28 November "
-            f"2026, got none of {', '.join(missing)}"
+            f"2026, got a file without {', '.join(missing)}"
         )
     card = cards()["H200"]
     found = Rates(**{k: rounded(v) for k, v in calibrate(results, card)._asdict().items()})

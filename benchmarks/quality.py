@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from stars_fast import spectral_radius
+from stars_fast.base.files import write_text
 from stars_fast.base.plots import accuracy_and_radius
 from stars_fast.evaluation.addition import evaluate
 from stars_fast.evaluation.run_data import open_data
@@ -67,9 +68,12 @@ def hold_lengths(options: argparse.Namespace) -> None:
     results would be taken for these."""
     asked = {name: getattr(options, name) for name in ("steps", "start", "decay", "judged")}
     kept = options.out / "lengths.json"
-    if kept.exists() and (found := json.loads(kept.read_text())) != asked:
+    if not kept.exists() and any(options.out.glob("*/config.yaml")):
+        sys.exit(f"--out: expected a new folder, or one with {kept.name}, got {options.out}")
+    if not kept.exists():
+        write_text(kept, json.dumps(asked) + "\n")
+    elif (found := json.loads(kept.read_text())) != asked:
         sys.exit(f"--out: expected a folder with runs of {asked}, got {found} in {options.out}")
-    kept.write_text(json.dumps(asked) + "\n")
 
 
 def trunk(out: Path, seed: int, start: int) -> Path:
@@ -164,7 +168,6 @@ def main() -> None:
     parser.add_argument("--one", nargs=2, metavar=("SETTING", "SEED"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    hold_lengths(options)
     if options.one:
         torch.set_num_threads(1)
         name, seed = options.one[0], int(options.one[1])
@@ -173,6 +176,7 @@ def main() -> None:
         else:
             branch(options.out, name, seed, options)
         return
+    hold_lengths(options)
 
     def run(job: tuple[str, int]) -> None:
         words = ["--out", str(options.out), "--steps", str(options.steps)]

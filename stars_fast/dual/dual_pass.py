@@ -16,6 +16,9 @@ from stars_fast.dual.running import forget_waiting, running_pass, settle_all
 from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 
+_UNKNOWN_TO_TRANSFORMS = ("setup_context", "Cannot access storage")
+"""Of torch's errors where a transform meets a custom function, or asks where a tensor lies."""
+
 
 @torch._disable_dynamo  # as `torch.compiler.disable`, which loads the compiler here and now
 def dual_pass(
@@ -69,7 +72,8 @@ def _run(
             settle_all()  # what someone has kept, and may read later
             return tangent
     except RuntimeError as error:
-        if "setup_context" not in str(error):
+        outside = torch._C._functorch.peek_interpreter_stack() is None
+        if outside or not any(words in str(error) for words in _UNKNOWN_TO_TRANSFORMS):
             raise
         raise RuntimeError(
             "stars_fast: a dual pass inside torch.vmap or a transform of torch.func: the ops that "

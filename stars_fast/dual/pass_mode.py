@@ -69,6 +69,7 @@ class Pass(TorchFunctionMode):
         self.inference = torch.is_inference_mode_enabled()
         self.packing = packing_hooks(False)
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._by_data: list[weakref.ref[Tensor]] = []
         self._outer: list[Pass | None] = []
         self._depth = 0
 
@@ -138,6 +139,8 @@ class Pass(TorchFunctionMode):
         family = self._made.get(place)
         if family is not None and any(ref() is not None for ref in family):
             family.append(weakref.ref(tensor))
+            if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+                self._by_data.append(weakref.ref(tensor))
         elif tensor._base is None and func not in _FOREIGN:
             given = (x.stack if type(x) is Dual else x for x in args if isinstance(x, Tensor))
             if not any(x is tensor or _address(x) == place for x in given):
@@ -178,7 +181,9 @@ class Pass(TorchFunctionMode):
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
         for tensor in reversed(family):  # views before what they are views of
             view = _same_view(stack, tensor)
-            if any(tensor is each for each in apart):
+            if any(tensor is ref() for ref in self._by_data):
+                tensor.data = view[0].detach()  # with a count of writes of its own
+            elif any(tensor is each for each in apart):
                 _become_alias(tensor, view[0].detach())
             else:
                 self._become_dual(tensor, view)
@@ -195,6 +200,7 @@ def _become_alias(tensor: Tensor, other: Tensor) -> None:
     """Make a plain tensor one with `other`, with its count of writes, by which autograd sees that
     what it has saved was overwritten. What it has saved of `tensor` already it finds so now."""
     with torch._C.DisableTorchFunction():
+        other.__dict__.update(tensor.__dict__)  # they change places too
         try:
             torch.utils.swap_tensors(tensor, other)
         except RuntimeError:  # saved

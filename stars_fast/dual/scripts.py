@@ -45,6 +45,10 @@ def _changes(change: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
+def _sort(values: list[Any], reverse: bool = False) -> None:
+    values.sort(reverse=reverse)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::dropout": F.dropout,
     "aten::scaled_dot_product_attention": _attention,
@@ -61,6 +65,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::insert.t": list.insert,
     "aten::pop.t": list.pop,
     "aten::reverse.t": list.reverse,
+    **{f"aten::sort.{kind}": _sort for kind in ("int", "float", "bool", "str")},
+    **{f"aten::remove.{kind}": list.remove for kind in ("int", "float", "bool", "str")},
     "aten::_set_item.t": _changes(operator.setitem),
     "aten::__getitem__": operator.getitem,
     "aten::__is__": operator.is_,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +16,8 @@ from stars_fast.evaluation.subjects import Subject
 from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.saved import ModelSource
 
-RATES = ("bits_per_byte",)
-"""Metrics that are no share of right answers though they may lie below 1, as one does."""
+_RATES = re.compile(r"(?:^|_)(?:bits_per_byte|perplexity|bleu|chrf|ter(?:_|$)|rouge)")
+"""Of metrics that are no share of right answers, though they may lie below 1."""
 
 PACKAGES = ("stars-fast", "torch", "transformers", "lm-eval", "math-verify", "datasets")
 
@@ -66,7 +67,9 @@ class Result:
     @property
     def share(self) -> bool:
         """Whether its accuracy can be one: of a task it is if all of its results can."""
-        return self.metric.partition(",")[0] not in RATES and 0 <= self.accuracy <= 1
+        name = self.metric.partition(",")[0]
+        rate = _RATES.search(name) and not name.endswith("_acc")
+        return not rate and 0 <= self.accuracy <= 1
 
     @property
     def summary(self) -> str:

@@ -16,12 +16,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Embedding
 
 from stars_fast.base.checks import check_integer
 from stars_fast.data.batches import MicroBatch
 from stars_fast.models.families import loop_of
 from stars_fast.models.loop import Loop
 from stars_fast.tokens import Tokens
+
+_TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding", "positions_embed")
+"""Names of an embedding of positions in models of transformers."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def _summed(
             f"tokenizer: expected tokens below {known}, which the model has embeddings for, got "
             f"{largest}, {tokenizer.convert_ids_to_tokens(largest)!r}"
         )
-    positions, read = _positions(model.config), max(map(len, windows)) - 1
+    positions, read = _positions(model), max(map(len, windows)) - 1
     if positions is not None and read > positions:
         raise ValueError(
             f"length: expected at most {positions + 1}, as the model has {positions} positions, "
@@ -156,14 +160,19 @@ def _summed(
     return torch.stack(found).sum(0), tokens, size
 
 
-def _positions(config: Any) -> int | None:
-    """The length of the table in which a model looks its positions up; None for one that has none,
-    as it turns queries and keys by an angle for each."""
-    config = getattr(config, "decoder", config)
-    rotary = ("rope_parameters", "rope_theta", "rope_base")
-    if any(getattr(config, name, None) is not None for name in rotary):
-        return None
-    return getattr(config, "max_position_embeddings", None)
+def _positions(model: Any) -> int | None:
+    """The rows of the table in which a model looks its positions up, but for those that stand for
+    none; None for one without a table."""
+    modules = ((name, each) for name, each in model.named_modules() if isinstance(each, Embedding))
+    rows = [
+        each.num_embeddings - (0 if each.padding_idx is None else each.padding_idx + 1)
+        for name, each in modules
+        if name.rpartition(".")[2] in _TABLES
+    ]
+    rows += [len(each) for name, each in model.named_buffers() if name.endswith(".embed_positions")]
+    config = getattr(model.config, "decoder", model.config)
+    said = getattr(config, "max_position_embeddings", None)
+    return min([*rows, said] if said else rows) if rows else None
 
 
 def _windows(

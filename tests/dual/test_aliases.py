@@ -604,6 +604,28 @@ def test_a_write_to_what_autograd_keeps_of_a_detached_alias_is_seen(block):
         torch.testing.assert_close(fused_jvp(block, h, v)[0], block(h))
 
 
+def test_a_write_that_data_hides_from_autograd_is_no_error():
+    """`.data` counts its writes apart, in eager too, and keeps what one has noted on it."""
+    weight = numbers(4, seed=2).requires_grad_()
+
+    def block(h):
+        whole = torch.zeros(3, 4, dtype=h.dtype)
+        values, total = whole.data, 0.0
+        values.note, (detached := whole.detach()).note = "values", "detached"
+        for i in range(3):
+            whole[i] = h[i] * weight
+            total = total + (values[i] * weight).sum()
+        assert (values.note, detached.note) == ("values", "detached")
+        return whole.sin() + total
+
+    h, v = numbers(3, 4), numbers(3, 4, seed=1)
+    out, tangent = fused_jvp(block, h, v)
+    torch.testing.assert_close(out, block(h))
+    torch.testing.assert_close(tangent, (h * weight).cos() * weight * v)
+    found = torch.autograd.grad(out.sum(), weight)
+    torch.testing.assert_close(found, torch.autograd.grad(block(h).sum(), weight))
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda weight: torch.zeros_like(weight)[1:], lambda weight: weight * 2.0],

@@ -667,11 +667,18 @@ def test_a_pass_inside_vmap_is_right_or_refused_by_name():
     found = torch.vmap(lambda v: fused_jvp(lambda x: x @ weight, h.contiguous(), v)[1])(v)
     torch.testing.assert_close(found, v @ weight)
     for block, start, message in (
+        (lambda x: x * (x * x).mean(-1, keepdim=True).rsqrt(), h.contiguous(), "inside torch.vmap"),
         (lambda x: x @ weight, h, r"inside torch\.vmap, got an expanded one; call contiguous"),
         (lambda x: x.tanh() @ weight, h.contiguous(), r"a dual pass inside torch\.vmap or a trans"),
     ):
         with pytest.raises(RuntimeError, match=f"stars_fast: .*{message}"):
             torch.vmap(lambda v, f=block, start=start: fused_jvp(f, start, v)[1])(v)
+
+    def own_error(x):
+        raise RuntimeError("my setup_context is missing")
+
+    with pytest.raises(RuntimeError, match=r"^my setup_context is missing$"):
+        fused_jvp(own_error, state(2, 3), state(2, 3))
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])

@@ -94,6 +94,10 @@ def changing_lists(x: Tensor, given: list[Tensor]) -> Tensor:
     first = parts.pop(0)
     del parts[1]
     parts.reverse()
+    places = [2, 0, 1]
+    places.sort()
+    places.remove(2)
+    parts.append(parts[places[0]])
     sizes = [0]
     sizes.clear()
     sizes.append(x.size(-1))
@@ -228,9 +232,9 @@ def in_place(x: Tensor) -> Tensor:
     return y
 
 
-def sorting(parts: list[int], x: Tensor) -> Tensor:
-    parts.sort()
-    return x * parts[0]
+def removing(parts: list[Tensor], x: Tensor) -> Tensor:
+    parts.remove(x)
+    return x
 
 
 def drawing(x: Tensor) -> Tensor:
@@ -274,7 +278,7 @@ def of_a_holder(held: Holder) -> Tensor:
     ("function", "block", "message"),
     [
         (in_place, lambda f, h: f(h), "writes into a tensor or a list by aten::mul_"),
-        (sorting, lambda f, h: f([2, 1], h), "writes into a tensor or a list by aten::sort"),
+        (removing, lambda f, h: f([h], h), "writes into a tensor or a list by aten::remove"),
         (drawing, lambda f, h: f(h), "draws random numbers by aten::rand_like"),
         (reading, lambda f, h: f(h), "makes a number of a tensor with a tangent by aten::Float"),
         (calling_python, lambda f, h: f(h), "has a "),

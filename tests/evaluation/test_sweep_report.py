@@ -43,6 +43,7 @@ def test_the_average_counts_each_task_once_and_is_left_out_where_one_is_missing(
     [
         ("word_perplexity,none", (31.25, math.inf), ["31.25 ± 0.01", "inf ± 0.01"]),
         ("bits_per_byte,none", (0.75, 0.5), ["0.75 ± 0.01", "0.5 ± 0.01"]),
+        ("bleu_max,none", (0.75, 0.5), ["0.75 ± 0.01", "0.5 ± 0.01"]),
         ("mcc,none", (0.5, -0.25), ["0.5 ± 0.01", "-0.25 ± 0.01"]),
     ],
 )
@@ -57,6 +58,13 @@ def test_what_is_no_share_is_no_percent_and_in_no_average(metric, values, shown,
     assert [path.name for path in report._draw(tmp_path, found, {"m": 4})] == ["accuracy.png"]
     assert report._draw(tmp_path, found[2:], {"m": 4}) == []
     assert shown[0] in found[2].summary or name == "mcc"
+
+
+def test_metrics_by_their_names():
+    for name in ("acc", "acc_norm", "exact_match", "bleu_acc", "rouge1_acc", "better", "filter"):
+        assert replace(result("a", 2, 0.5), metric=f"{name},none").share
+    for name in ("perplexity", "byte_perplexity", "bleu", "chrf", "ter", "rougeL_max", "rouge1"):
+        assert not replace(result("a", 2, 0.5), metric=f"{name},none").share
 
 
 def test_lines_of_adaptive_depth_are_few_and_long():

@@ -167,6 +167,39 @@ def test_windows_longer_than_a_table_of_positions_are_refused(ouro, looped):
     assert 0 < nats < 20
 
 
+def with_positions(name, vocabulary, places):
+    """A tiny decoder of transformers with that many positions."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = {
+        "opt": {"word_embed_proj_dim": 32, "ffn_dim": 32, "max_position_embeddings": places},
+        "gptj": {"n_positions": places, "n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 8},
+        "roberta": {"is_decoder": True, "max_position_embeddings": places + 2, "pad_token_id": 1},
+        "xglm": {"d_model": 32, "ffn_dim": 32, "attention_heads": 2, "num_layers": 1},
+        "jamba": {"max_position_embeddings": places, "use_mamba_kernels": False},
+    }[name]
+    if name == "xglm":
+        config["max_position_embeddings"] = places
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    sizes |= {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": vocabulary}
+    kept = {} if name in ("gptj", "xglm") else sizes
+    config = AutoConfig.for_model(name, **{**kept, **config, "vocab_size": vocabulary})
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("name", ["opt", "gptj", "roberta", "xglm", "jamba"])
+def test_positions_are_those_of_a_table_alone(ouro, name):
+    """Whose rows may be more than its positions; what has no table reads on."""
+    _, tokenizer = ouro
+    model = with_positions(name, len(tokenizer), 16)
+    assert standard_text_loss(model, tokenizer, TEXTS, length=17).nats[None] > 0
+    if name in ("xglm", "jamba"):
+        assert standard_text_loss(model, tokenizer, TEXTS, length=24).nats[None] > 0
+        return
+    with pytest.raises(ValueError, match=r"length: expected at most 17, .* 16 positions, got 24"):
+        standard_text_loss(model, tokenizer, TEXTS, length=24)
+
+
 def test_mistakes_of_the_command_are_named(checkpoint, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"said": "a", "count": 1}\n')
     (tmp_path / "empty.txt").write_text("")

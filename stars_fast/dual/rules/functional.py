@@ -296,8 +296,9 @@ def _check_statistics(name: str, **statistics: Any) -> None:
     for each, value in statistics.items():
         if type(value) is Dual:
             raise RuntimeError(
-                f"{name}: {each}: expected a tensor without a tangent, got one that depends on h; "
-                "detach() it, or write the norm out where the statistics are meant to move with h"
+                f"{name}: {each}: expected a tensor without a tangent, got one that depends on h, "
+                "which under no_grad it does too; detach() it, or write the norm out where the "
+                "statistics are meant to move with h"
             )
 
 
