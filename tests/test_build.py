@@ -199,6 +199,19 @@ def test_what_an_earlier_build_left_is_not_taken_for_new(tree, tmp_path):
     assert b"said after" in here
 
 
+@pytest.mark.parametrize("before", [["build"], ["build_py"], ["build", "--build-lib", "."]])
+def test_a_wheel_holds_what_the_same_command_has_built(tree, before):
+    """Whether it was built there or lies in the sources."""
+    done = build(tree, *before, "bdist_wheel", STARS_FAST_BUILD="none")
+    assert done.returncode == 0, done.stderr
+    assert (tree / "stars_fast" / "__init__.py").exists()
+    (wheel,) = (tree / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    sources = (tree / "stars_fast").rglob("*.py")
+    assert names >= {str(each.relative_to(tree)) for each in sources}
+
+
 def test_without_torch_the_build_is_pure_python_and_says_so(tree, tmp_path):
     # As in an isolated build: a torch that can't be imported.
     (tmp_path / "hidden").mkdir()
