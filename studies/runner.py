@@ -28,7 +28,7 @@ from studies.judging import judge_run
 from studies.records import CHECKPOINTS, Records
 
 MAY_DIFFER = frozenset(
-    MAY_CHANGE
+    (MAY_CHANGE | {"eval.limit"})  # of the run's own evaluation, which no study reads
     - {"train.steps", "train.epochs", "train.max_nonfinite"}
     - {"train.micro_batch_size", "train.accumulation", "model.path"}
     - {"data.source", "data.subset", "data.split", "data.train_file", "data.test_file"}

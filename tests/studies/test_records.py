@@ -13,7 +13,7 @@ from stars_fast.training.config import save_config
 from stars_fast.training.run import trainer
 from stars_fast.training.scale.distributed import World
 from studies import runner
-from studies.definition import study_runs
+from studies.definition import read_study, study_runs
 from studies.judging import Judged
 from studies.records import Records, settings_hash
 
@@ -32,6 +32,7 @@ def test_the_hash_is_of_what_decides_the_figures(tiny):
     usual = hash_of(tiny)
     assert usual == hash_of(tiny, "--train.log_every", "1", "--threads", "2", out="other")
     assert usual == hash_of(tiny, "--optim.eps", "1e-8")  # its default
+    assert usual == hash_of(tiny, "--eval.limit", "4")  # the study judges by itself
     for words in (
         ("--train.steps", "3"),
         ("--optim.lr", "0.1"),
@@ -41,6 +42,19 @@ def test_the_hash_is_of_what_decides_the_figures(tiny):
         assert hash_of(tiny, *words) != usual, words
     known = {settings_hash(run, runner.MAY_DIFFER) for run in runs_of(tiny)}
     assert len(known) == len(runs_of(tiny))
+
+
+@pytest.mark.parametrize("name", ["four-digits", "parity", "rivals", "rivals-text"])
+def test_committed_records_are_those_of_the_study(name):
+    """So that its command takes each for done, on whatever machine."""
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / f"{name}-quick.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    seeds = sorted({record["seed"] for record in records})
+    runs = study_runs(read_study(name), "quick", "runs", seeds, [])
+    known = {settings_hash(run, runner.MAY_DIFFER): (run.label, run.seed) for run in runs}
+    for record in records:
+        assert known.get(record["settings"]) == (record["label"], record["seed"])
+    assert len({record["settings"] for record in records}) == len(records)
 
 
 @pytest.mark.slow
