@@ -25,7 +25,6 @@ from stars_fast.dual.forward_ad import Call, View, is_smooth, run_op, version_of
 from stars_fast.dual.layout import pack_pair
 from stars_fast.ops.first_derivative import first_derivative
 
-
 packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -141,7 +140,7 @@ def _times_jacobian(
         pairs = [(g, x_dot) for g, x_dot in zip(back, tangents, strict=False) if g is not None]
         if not all(g.requires_grad for g, _ in pairs):
             raise NoSecondDerivative("its backward is not made of torch functions")
-        found = [None] * len(probes)
+        found: Any = [None] * len(probes)
         if pairs:
             found = grad(
                 [g for g, _ in pairs],

@@ -7,6 +7,7 @@ that was cut off, through which it went, has a derivative afterwards in eager.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from stars_fast.dual.running import settle_all, state
 from stars_fast.dual.tensor import FORM, QUICK, primal_of
 
 CUTS = frozenset(target for name in ("data", "detach") for target in objects_named(name))
-"""What cuts a tensor off from its derivative and shares its memory."""
+"""Functions that cut a tensor off from its derivative and share its memory."""
 
 
 class Written(Tensor):
@@ -32,11 +33,11 @@ class Written(Tensor):
         if args and type(args[0]) is Written and may_write(func):
             return write_values(func, args, kwargs or {})
         if state.running is None or func in CUTS or func in FORM or func in QUICK:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
-            f"stars_fast: {resolve_name(func) or func} reads what .data or detach() gave of a tensor "
-            "from outside of the block, after a value with a tangent was written there: read the "
+            f"stars_fast: {resolve_name(func) or func} reads what .data or detach() gave of a "
+            "tensor from outside of the block, after a value with a tangent was written there: read the "
             "tensor itself, whose values are constants, or compute out of place"
         )
 
@@ -45,5 +46,6 @@ def write_values(func: Any, args: tuple, kwargs: dict) -> Any:
     """Run an op that writes, on primals."""
     settle_all()
     args, kwargs = tree_map(primal_of, (args, kwargs))
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+    cut_off = type(args[0]) is Written
+    with torch.no_grad(), torch._C.DisableTorchFunction() if cut_off else nullcontext():
         return func(*args, **kwargs)
