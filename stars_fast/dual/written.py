@@ -37,8 +37,8 @@ class Written(Tensor):
                 return func(*args, **(kwargs or {}))
         raise RuntimeError(
             f"stars_fast: {resolve_name(func) or func} reads what .data or detach() gave of a "
-            "tensor from outside of the block, after a value with a tangent was written there: read "
-            "the tensor itself, whose values are constants, or compute out of place"
+            "tensor from outside of the block, after a value with a tangent was written there: "
+            "read the tensor itself, whose values are constants, or compute out of place"
         )
 
 
