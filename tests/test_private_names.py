@@ -230,6 +230,23 @@ def test_who_packs_saved_tensors_is_told():
     assert hooks(False) is None
 
 
+@rests_on(
+    "torch._C._autograd._pop_saved_tensors_default_hooks",
+    "torch._C._autograd._push_saved_tensors_default_hooks",
+)
+def test_what_packs_saved_tensors_can_be_laid_aside():
+    autograd = torch._C._autograd
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
+        hooks = autograd._top_saved_tensors_default_hooks(False)
+        autograd._pop_saved_tensors_default_hooks()
+        torch.ones(2, requires_grad=True).sin()
+        assert not packed
+        autograd._push_saved_tensors_default_hooks(*hooks)
+        torch.ones(2, requires_grad=True).sin()
+    assert packed
+
+
 @rests_on("torch._foreach_copy_")
 def test_a_list_of_tensors_is_copied_into_another_of_another_dtype():
     lows = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16)]

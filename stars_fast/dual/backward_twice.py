@@ -12,16 +12,20 @@ as one that rounds and hands the gradient on, has the derivative that its backwa
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stars_fast.base.capturing import capturing
 from stars_fast.dual.forward_ad import Call, View, is_smooth, run_op, version_of, views_of
 from stars_fast.dual.layout import pack_pair
 from stars_fast.ops.first_derivative import first_derivative
+
+packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class NoSecondDerivative(Exception):
@@ -52,11 +56,16 @@ class _ByBackward(torch.autograd.Function):
         values = tuple(x.detach() for x in tensors)
         primals, tangents = call.split(values)
         versions = [version_of(x) for x in values]
-        with torch.enable_grad():
+        with torch.enable_grad(), _nothing_packed():
             inputs = [x.detach().requires_grad_() for x in primals]
-            outputs = call.differentiable(inputs, values)
+            try:
+                outputs = call.differentiable(inputs, values)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" in str(error):
+                    raise NoSecondDerivative("it writes into its arguments") from error
+                raise
             kept = _kept(outputs, inputs, values[smooth:])
-            y_dots = _times_jacobian(outputs, inputs[: call.stacks], tangents)
+            y_dots = _times_jacobian(outputs, inputs, tangents[: call.stacks], call.grad_enabled)
         if any(version_of(x) != n for x, n in zip(values, versions, strict=True)):
             raise NoSecondDerivative("it writes into its arguments")
         if kept and call.grad_enabled:
@@ -75,7 +84,7 @@ class _ByBackward(torch.autograd.Function):
         tensors = tuple(x.detach() for x in ctx.saved_tensors)
         primals, tangents = call.split(tensors)
         stacks = [arrange(g) for arrange, g in zip(call.arrange, grads, strict=True)]
-        with call.same_draws(), torch.enable_grad():
+        with call.same_draws(), torch.enable_grad(), _nothing_packed():
             inputs = [x.detach().requires_grad_() for x in primals]
             outputs = call.differentiable(inputs, tensors)
             call.outputs = []
@@ -93,6 +102,21 @@ class _ByBackward(torch.autograd.Function):
         return None, *stack_bars, *bars[call.stacks :], *[None] * (len(tensors) - len(inputs))
 
 
+@contextmanager
+def _nothing_packed() -> Iterator[None]:
+    """A region in which autograd saves tensors as they are: what a checkpoint packs it would
+    compute again when it is read here."""
+    around = []
+    while hooks := packing_hooks(False):
+        around.append(hooks)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(around):
+            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
 def _sum(like: Tensor, *terms: Tensor | None) -> Tensor:
     """The sum of gradients, where None is zero."""
     total = torch.zeros_like(like)
@@ -102,9 +126,9 @@ def _sum(like: Tensor, *terms: Tensor | None) -> Tensor:
 
 
 def _times_jacobian(
-    outputs: list[Tensor], inputs: list[Tensor], tangents: list[Tensor]
+    outputs: list[Tensor], inputs: list[Tensor], tangents: list[Tensor], weights_count: bool
 ) -> list[Tensor]:
-    """J x_dot, one for each output.
+    """J x_dot, one for each output. `weights_count` says whether anyone asks for gradients.
 
     Raises:
         NoSecondDerivative: the backward does not say how it depends on its cotangent.
@@ -116,30 +140,75 @@ def _times_jacobian(
         pairs = [(g, x_dot) for g, x_dot in zip(back, tangents, strict=False) if g is not None]
         if not all(g.requires_grad for g, _ in pairs):
             raise NoSecondDerivative("its backward is not made of torch functions")
-        found = grad([g for g, _ in pairs], probes, [x_dot for _, x_dot in pairs])
+        found: Any = [None] * len(probes)
+        if pairs:
+            found = grad(
+                [g for g, _ in pairs],
+                probes,
+                [x_dot for _, x_dot in pairs],
+                retain_graph=weights_count,
+            )
     except (RuntimeError, TypeError) as error:
         raise NoSecondDerivative(str(error)) from error
     y_dots = [torch.zeros_like(y) if d is None else d for y, d in zip(outputs, found, strict=True)]
-    # <u, J x_dot> = <vjp(x; u), x_dot>, unless a part of the backward went unrecorded.
-    with torch.no_grad():
-        forth, size = _inner([(u, y_dot) for u, y_dot in zip(probes, y_dots, strict=True)])
-        along, along_size = _inner(pairs)
-        close = (forth - along).abs() <= 0.02 * torch.maximum(size, along_size)
-    if not capturing() and not close:
-        raise NoSecondDerivative("its backward computes a part without torch functions")
+    if not capturing():
+        _check_linear(outputs, inputs, tangents, y_dots)
+    if weights_count:
+        _check_leaves([g for g in back if g is not None], [*inputs, *probes])
     return y_dots
 
 
-def _probe(out: Tensor) -> Tensor:
+def _check_linear(
+    outputs: list[Tensor], inputs: list[Tensor], tangents: list[Tensor], y_dots: list[Tensor]
+) -> None:
+    """<u, J x_dot> = <vjp(x; u), x_dot> for another u and for zero, unless a part of the backward
+    went unrecorded, or it is not linear: it clips, or adds the gradient of a penalty."""
+    large = 16.0 if any(y.dtype == torch.float16 for y in outputs) else 1024.0
+    for scale in (large, -1.0, 0.0):
+        others = [scale * _probe(y, center=0.2) for y in outputs]
+        back = torch.autograd.grad(outputs, inputs, others, retain_graph=True, allow_unused=True)
+        pairs = [(g, x_dot) for g, x_dot in zip(back, tangents, strict=False) if g is not None]
+        with torch.no_grad():
+            if not scale:
+                close = all(bool((g == 0).all()) for g in back if g is not None)
+            else:
+                forth, size = _inner(list(zip(others, y_dots, strict=True)))
+                along, along_size = _inner(pairs)
+                close = bool((forth - along).abs() <= 0.02 * torch.maximum(size, along_size))
+        if not close:
+            raise NoSecondDerivative(
+                "its backward computes a part without torch functions, or is not linear in the "
+                "gradient that it is given"
+            )
+
+
+def _check_leaves(back: list[Tensor], known: list[Tensor]) -> None:
+    """Refuse a backward that uses a weight which is none of the arguments."""
+    nodes: list[Any] = [g.grad_fn for g in back]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is x for x in known):
+            raise NoSecondDerivative("it keeps a weight that is none of its arguments")
+        nodes += [each for each, _ in node.next_functions]
+
+
+def _probe(out: Tensor, center: float = 1.5) -> Tensor:
     """A cotangent without zeros, drawn from nobody's generator."""
     steps = torch.arange(1, out.numel() + 1, device=out.device, dtype=torch.float32)
-    return (1.5 + (2.4 * steps).sin()).to(out.dtype).view(out.shape)
+    return (center + (2.4 * steps).sin()).to(out.dtype).view(out.shape)
 
 
 def _inner(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The inner product over all pairs, and that of the absolute values."""
     wide = lambda x: (torch.view_as_real(x) if x.is_complex() else x).double()  # noqa: E731
-    products = [wide(a.detach()).mul(wide(b)) for a, b in pairs]
+    products = [wide(a.detach()).mul(wide(b.detach())) for a, b in pairs]
+    if not products:
+        return torch.zeros(()), torch.zeros(())
     total = torch.stack([x.sum() for x in products]).sum()
     return total, torch.stack([x.abs().sum() for x in products]).sum()
 
@@ -147,7 +216,7 @@ def _inner(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 def _kept(
     outputs: list[Tensor], inputs: list[Tensor], constants: tuple[Tensor, ...]
 ) -> list[Tensor]:
-    """The floating-point tensors that a custom function has kept for its backward and autograd
+    """The floating-point numbers that a custom function has kept for its backward and autograd
     takes for constants: neither inputs nor outputs, nor arguments without a derivative.
 
     Raises:
@@ -156,10 +225,10 @@ def _kept(
     nodes = {out.grad_fn for out in outputs}
     kind = torch.autograd.function.BackwardCFunction
     custom: list[Any] = [node for node in nodes if isinstance(node, kind)]
-    held = [x for node in custom for x in (*node.saved_tensors, *vars(node).values())]
+    held = tree_leaves([(node.saved_tensors, vars(node)) for node in custom])
     places = {x.untyped_storage().data_ptr() for x in constants}
     parts = {x.untyped_storage().data_ptr() for x in inputs}  # of inputs, cut off from them
-    kept = []
+    kept = [torch.tensor(x) for x in held if type(x) is float]
     for x in held:
         if not isinstance(x, Tensor) or not is_smooth(x):
             continue
@@ -181,7 +250,7 @@ def _check_kept(
     """Refuse a function that keeps what moves with its inputs: its second derivative would lack a
     part. A mask does not move."""
     outputs = call.outputs
-    with call.same_draws(), torch.enable_grad():
+    with call.same_draws(), torch.enable_grad(), _nothing_packed():
         steps = [1e-3 * _probe(x) * (x.abs() + 1e-3) for x in primals]
         nearby = [(x + step).requires_grad_() for x, step in zip(primals, steps, strict=True)]
         again = _kept(call.differentiable(nearby, values), nearby, values[call.smooth_inputs :])

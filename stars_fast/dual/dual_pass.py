@@ -58,8 +58,8 @@ def _run(
 ) -> Tensor:
     if running_pass() is not None:
         settle_all()  # of the pass around this one
+    running = Pass(stack.shape[1:] if tangent_alone else None)
     try:
-        running = Pass(stack.shape[1:] if tangent_alone else None)
         with surroundings(), masks_of_one_pass(), running:
             forget_waiting()  # what an earlier pass that failed has left
             found = [first_output(block(Dual(stack), *args, **kwargs))]
@@ -81,6 +81,7 @@ def _run(
             "them, on a state with one dimension more, or in a loop"
         ) from error
     finally:
+        running.release()
         release_duals(block)
         forget_waiting()
 

@@ -5,7 +5,7 @@ While a pass runs, a torch function mode notes the plain tensors that the block'
 and the views of them. The first value with a tangent that is written into such a tensor turns it,
 and its views, into Duals with one stack between them; what was detached from it shares the values
 alone. A tensor from outside of the pass, such as a buffer, is not turned: it would keep a tangent
-beyond the pass.
+beyond the pass. Through its `.data` it takes values (`written`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.forward_ad import is_smooth
 from stars_fast.dual.layout import order_of, stack_pair
 from stars_fast.dual.registry import may_write, objects_named
 from stars_fast.dual.running import running_pass, settle_all, state
-from stars_fast.dual.tensor import Dual, is_ordinary, primal_of, respond
+from stars_fast.dual.tensor import Dual, is_ordinary, respond
+from stars_fast.dual.written import CUTS, Written, write_values
 
 # What shares memory with the outside.
 _FOREIGN = frozenset(
@@ -47,6 +48,7 @@ _PURE = frozenset(
 
 # What makes a tensor of anything, tensors too.
 _OF_DATA = frozenset((torch.tensor, torch.as_tensor))
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _count_modes = torch._C._len_torch_function_stack
 packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -70,6 +72,10 @@ class Pass(TorchFunctionMode):
         self.packing = packing_hooks(False)
         self._made: dict[int, list[weakref.ref[Tensor]]] = {}
         self._by_data: list[weakref.ref[Tensor]] = []
+        # What `.data` and `.detach()` gave of tensors from outside, with views; memory of pairs.
+        self._cut: dict[int, list[weakref.ref[Tensor]]] = {}
+        self._of_pairs: set[int] = set()
+        self._written: list[weakref.ref[Tensor]] = []
         self._outer: list[Pass | None] = []
         self._depth = 0
 
@@ -82,8 +88,14 @@ class Pass(TorchFunctionMode):
     ) -> Any:
         if Dual in types:
             ordinary = len(types) == 1 or all(kind is Dual or is_ordinary(kind) for kind in types)
-            if ordinary and args and type(args[0]) is not Dual and self._keeps_values(func, args):
-                return _write_values(func, args, kwargs or {})
+            if Written in types:
+                return Written.__torch_function__(func, types, args, kwargs)
+            if ordinary and args and type(args[0]) is not Dual and may_write(func):
+                if type(args[0]) is Tensor and self._mark_written(args[0]):
+                    return write_values(func, args, kwargs or {})
+                if self._keeps_values(args[0]):
+                    _say_dropped(func, args, kwargs or {})
+                    return write_values(func, args, kwargs or {})
             # Straight to the rules, unless a mode around the pass is to see the call first.
             if ordinary and not _count_modes():
                 result = respond(func, types, args, kwargs or {})
@@ -92,6 +104,8 @@ class Pass(TorchFunctionMode):
                 return result
         elif func not in _PURE or kwargs:
             if getattr(func, "__name__", "") == "__set__" and type(args[1]) is Dual:
+                if func == _SET_DATA and self._is_outside(args[0]):
+                    return write_values(func, args, {})
                 return respond(func, types, args, {})  # torch asks the tensor that is set alone
             if func in _OF_DATA and args and type(args[0]) is Dual:
                 return respond(func, types, args, kwargs or {})  # torch asks no tensor
@@ -141,21 +155,53 @@ class Pass(TorchFunctionMode):
             family.append(weakref.ref(tensor))
             if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
                 self._by_data.append(weakref.ref(tensor))
-        elif tensor._base is None and func not in _FOREIGN:
-            given = (x.stack if type(x) is Dual else x for x in args if isinstance(x, Tensor))
-            if not any(x is tensor or _address(x) == place for x in given):
+        elif tensor._base is not None:
+            if place in self._cut:
+                self._cut[place].append(weakref.ref(tensor))
+        elif func not in _FOREIGN:
+            given = [x for x in args if isinstance(x, Tensor)]
+            sources = [x for x in given if x is tensor or _address(_memory_of(x)) == place]
+            if not sources:
                 self._made[place] = [weakref.ref(tensor)]
+            elif any(type(x) is Dual for x in sources):
+                self._of_pairs.add(place)
+            elif func in CUTS and place not in self._of_pairs:
+                others = [ref for ref in self._cut.get(place, ()) if ref() is not None]
+                self._cut[place] = [*others, weakref.ref(tensor)]
 
-    def _keeps_values(self, func: Any, args: tuple) -> bool:
-        """Whether a call writes into a tensor from outside while gradients are off: statistics that
-        a block keeps, such as a running mean, whose tangent nobody asks for."""
-        target = args[0] if args else None
+    def _keeps_values(self, target: Any) -> bool:
+        """Whether what is written into is a tensor from outside while gradients are off: statistics
+        that a block keeps, such as a running mean, whose tangent nobody asks for."""
         return (
             type(target) in (Tensor, torch.nn.Parameter)
             and not torch.is_grad_enabled()
-            and may_write(func)
             and not (type(target) is Tensor and self.turn(target))
         )
+
+    def _is_outside(self, target: Any) -> bool:
+        """Whether a tensor is neither made here nor shares memory with a pair."""
+        place = _address(target)
+        ours = place is None or place in self._made or place in self._of_pairs
+        return type(target) in (Tensor, torch.nn.Parameter) and not ours
+
+    def _mark_written(self, target: Tensor) -> bool:
+        """Note that a tensor that was cut off from one from outside, or its view, is written into;
+        False for another tensor."""
+        place, root = _address(target), _root(target)
+        alive = [ref() for ref in self._cut.get(place, ())] if place is not None else []
+        family = [x for x in alive if x is not None and _root(x) is root]
+        if not any(x is root for x in family):
+            return False
+        for x in (*family, target):
+            x.__class__ = Written
+            self._written.append(weakref.ref(x))
+        return True
+
+    def release(self) -> None:
+        """Make plain tensors of those that only this pass must not read."""
+        for ref in self._written:
+            if (tensor := ref()) is not None:
+                tensor.__class__ = Tensor
 
     def turn(self, target: Tensor) -> bool:
         """Make Duals of a tensor that was made here and of its views; False for another tensor."""
@@ -235,14 +281,14 @@ def _same_view(stack: Tensor, tensor: Tensor) -> Tensor:
     return stack.conj() if tensor.is_conj() else stack
 
 
-def _write_values(func: Any, args: tuple, kwargs: dict) -> Any:
-    settle_all()
-    name = f"{func.__name__} into a plain tensor"
+def _say_dropped(func: Any, args: tuple, kwargs: dict) -> None:
     for each in tree_leaves((args, kwargs)):
         if type(each) is Dual:
-            dropped(name, each, waits=False)
-    args, kwargs = tree_map(primal_of, (args, kwargs))
-    return func(*args, **kwargs)
+            dropped(f"{func.__name__} into a plain tensor", each, waits=False)
+
+
+def _memory_of(x: Tensor) -> Tensor:
+    return x.stack if type(x) is Dual else x
 
 
 def _address(tensor: Tensor) -> int | None:

@@ -41,7 +41,7 @@ _get_grad_fn = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 # A wrapper has no memory: what asks for its address is an error, and no null pointer.
 _refuse_address = torch._C._set_throw_on_mutable_data_ptr
 _forward_mode = torch._C._is_fwd_grad_enabled
-_FORM = frozenset(
+FORM = frozenset(
     each
     for name in """
         dtype device layout size dim ndimension numel nelement __len__ stride is_contiguous
@@ -68,6 +68,9 @@ class Dual(torch.Tensor):
         TypeError: `stack` is not a floating-point (or complex) tensor.
         ValueError: the leading dimension of `stack` is not 2.
     """
+
+    # Libraries choose what computes for them by the module of a tensor's class, as opt_einsum does.
+    __module__ = "torch"
 
     stack: Tensor
     # The op that it waits for (`recognition.steps.Step`): until then it has no stack.
@@ -204,7 +207,7 @@ def respond(func: Any, types: Any, args: tuple, kwargs: dict) -> Any:
         if _is_left_over(arg) and not torch_keeps():
             args, kwargs = tree_map(_without_left_overs, (args, kwargs))
             return func(*args, **kwargs)
-    if not _forward_mode() and func not in _FORM and _is_constant_here():
+    if not _forward_mode() and func not in FORM and _is_constant_here():
         settle_before(func, args, kwargs)
         args, kwargs = tree_map(primal_of, (args, kwargs))
         return func(*args, **kwargs)

@@ -365,6 +365,21 @@ def keeping(ctx, x):
     return x.sin()
 
 
+def keeping_in_a_list(ctx, x):
+    ctx.parts = {"cos": [x.cos()]}
+    return x.sin()
+
+
+def keeping_a_number(ctx, x):
+    ctx.largest = x.abs().max().item()
+    return x / x.abs().max()
+
+
+def writing(ctx, x):
+    ctx.mark_dirty(x)
+    return x.mul_(3)
+
+
 def outside(ctx, x):
     ctx.weight = OUTSIDE
     return x * OUTSIDE
@@ -384,15 +399,50 @@ OUTSIDE = torch.ones(4, dtype=torch.float64, requires_grad=True)
         (lambda ctx, x: x.clone(), lambda ctx, g: g.detach() * 1, "not made of torch functions"),
         (lambda ctx, x: x * 3, lambda ctx, g: g + 2 * g.detach(), "a part without torch"),
         (keeping, lambda ctx, g: ctx.saved_tensors[0] * g, "computed on the way"),
+        (keeping_in_a_list, lambda ctx, g: ctx.parts["cos"][0] * g, "computed on the way"),
+        (keeping_a_number, lambda ctx, g: g / ctx.largest, "computed on the way"),
         (outside, lambda ctx, g: ctx.weight * g, "none of its arguments"),
+        (lambda ctx, x: x * OUTSIDE, lambda ctx, g: OUTSIDE * g, "none of its arguments"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g.clamp(-1, 1), "not linear"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g.clamp(-100, 100), "not linear"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g.relu(), "not linear"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g.abs(), "not linear"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g / g.norm().detach(), "not linear"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g * torch.rand_like(g), "not linear"),
+        (lambda ctx, x: x.clone(), lambda ctx, g: g + 1e-5, "not linear"),
+        (writing, lambda ctx, g: 3 * g, "writes into its arguments"),
     ],
-    ids=["once", "detached", "in part", "an intermediate result", "a weight from outside"],
-)
+    ids=[
+        "once", "detached", "in part", "an intermediate result", "one in a list", "a number",
+        "a weight from outside", "a global weight", "clipping", "clipping of what is large",
+        "half", "absolute", "a norm", "a draw", "a penalty", "dirty",
+    ],
+)  # fmt: skip
 def test_a_custom_function_without_one_is_named(forward, backward, reason):
     parts = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     cls = type("Without", (torch.autograd.Function,), parts)
     with pytest.raises(RuntimeError, match=f"Without has no `jvp`.*{reason}.*; define a `jvp`"):
         fused_jsrr(lambda h: cls.apply(h), state(2, 3, 4))
+
+
+def test_a_custom_function_without_one_in_a_checkpointed_region_is_exact():
+    weight = torch.linspace(0.5, 2.0, 4, dtype=torch.float64, requires_grad=True)
+    h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
+    part = lambda x: Weighted.apply(x.sin(), weight)[0] * weight  # noqa: E731
+    results = []
+    for f in (part, lambda x: checkpoint(part, x, use_reentrant=False)):
+        jv = fused_jvp(f, h, v)[1]
+        results.append((jv, *torch.autograd.grad(jv.square().sum(), (h, weight))))
+    torch.testing.assert_close(*results)
+
+
+def test_a_custom_function_whose_backward_gives_nothing_has_no_derivative():
+    parts = {"forward": lambda ctx, x: x * 2, "backward": lambda ctx, g: None}
+    cls = type(
+        "Nothing", (torch.autograd.Function,), {k: staticmethod(f) for k, f in parts.items()}
+    )
+    h, v = state(3, 4), state(3, 4, seed=4)
+    torch.testing.assert_close(fused_jvp(lambda x: x + cls.apply(x), h, v), (3 * h, v))
 
 
 def test_a_custom_function_that_takes_a_module_is_refused_before_its_backward_runs():
@@ -920,9 +970,9 @@ def through_data(h):
     return h * made
 
 
-def through_detached(h):
+def through_detached(h, cut=torch.Tensor.detach):
     made = h.sin()
-    made.detach().copy_(h)
+    cut(made).copy_(h)
     return h * made
 
 
@@ -934,12 +984,121 @@ def through_detached(h):
         (lambda h: h * torch.from_dlpack(h), "__dlpack__"),
         (through_data, "into a plain tensor"),
         (through_detached, "into a plain tensor"),
+        (lambda h: through_detached(h, lambda x: x.detach().data), "into a plain tensor"),
     ],
-    ids=["data", "grad", "dlpack", "through data", "through detached"],
+    ids=["data", "grad", "dlpack", "through data", "through detached", "cut off twice"],
 )
 def test_ways_around_the_rules_are_refused(block, message):
     with pytest.raises(RuntimeError, match=message):
         fused_jvp(block, state(3, 4), state(3, 4, seed=4))
+
+
+class Averaging(nn.Module):
+    """It keeps an average of its states, and uses what it holds by then."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.register_buffer("kept", state(3, 4, seed=9))
+        self.write = write
+
+    def forward(self, h):
+        self.write(self.kept, h.sin())
+        return h * h * self.kept.clone()
+
+
+@pytest.mark.parametrize("around", ["no weight", "no_grad"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda kept, x: kept.data.lerp_(x, 0.1),
+        lambda kept, x: kept.data.lerp_(torch.ones_like(kept), x),
+        lambda kept, x: kept.detach().copy_(x),
+        lambda kept, x: kept.data.mul_(0.9).add_(x, alpha=0.1).clamp_(-0.5, 0.5).mul_(x[0, 0]),
+        lambda kept, x: kept[1:].data[1].copy_(x[0]),
+        lambda kept, x: kept.data.__setitem__(torch.tensor([2, 0]), x[:2]),
+        lambda kept, x: kept.data.index_add_(0, torch.tensor([2, 0]), x[:2]),
+        lambda kept, x: kept.data.__iadd__(x),
+        lambda kept, x: setattr(kept, "data", kept.data * 0.9 + x * 0.1),
+    ],
+    ids=[
+        "lerp", "weights", "detached", "a chain", "views", "indices", "index_add", "+=", "set",
+    ],
+)  # fmt: skip
+def test_a_write_through_data_from_outside_keeps_the_value_alone(write, around, recwarn):
+    """As in eager, where neither autograd nor forward mode see it."""
+
+    def within(kept, x):
+        with AROUND[around]():
+            write(kept, x)
+
+    eager, mine = Averaging(within), Averaging(within)
+    h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
+    expected = eager(h)
+    constant = eager.kept.clone()
+    y, jv = fused_jvp(mine, h, v)
+    assert torch.equal(mine.kept, eager.kept)
+    assert type(mine.kept) is torch.Tensor
+    assert not mine.kept.requires_grad
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(jv, 2 * h * v * constant)
+    (found,) = torch.autograd.grad(jv.square().sum(), h)
+    torch.testing.assert_close(found, 8 * h * (v * constant).square())
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("around", ["no weight", "no_grad"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda cut, row: cut,
+        lambda cut, row: cut.clone(),
+        lambda cut, row: row,
+        lambda cut, row: cut[0],
+    ],
+    ids=["factor", "copy", "an older view", "a view"],
+)
+def test_what_was_cut_off_is_not_read_after_such_a_write(read, around):
+    """In eager it has a derivative there."""
+    outside = state(3, 4, seed=9)
+
+    def block(h):
+        cut = outside.data
+        row = cut[1]
+        with AROUND[around]():
+            cut.copy_(h)
+        assert cut.shape == (3, 4)
+        return h * read(cut, row)
+
+    with pytest.raises(RuntimeError, match="after a value with a tangent was written there"):
+        fused_jvp(block, state(3, 4), state(3, 4, seed=4))
+    expected = state(3, 4, seed=4) * state(3, 4)
+    found = fused_jvp(
+        lambda h: (outside.data.copy_(h), h * outside)[1], state(3, 4), state(3, 4, seed=4)
+    )[1]
+    torch.testing.assert_close(found, expected)
+
+
+def test_what_was_cut_off_is_a_plain_tensor_after_the_pass():
+    """Also where someone keeps it, and where the block failed."""
+    outside, kept = state(3, 4, seed=9), []
+
+    def block(h, read):
+        kept.append(outside.detach())
+        kept[-1].copy_(h)
+        return h * kept[-1] if read else h * 2.0
+
+    fused_jvp(block, state(3, 4), state(3, 4, seed=4), False)
+    with pytest.raises(RuntimeError, match="after a value with a tangent was written there"):
+        fused_jvp(block, state(3, 4), state(3, 4, seed=4), True)
+    for each in kept:
+        assert type(each) is torch.Tensor
+        torch.testing.assert_close(each * 1.0, state(3, 4))
+
+
+def test_a_library_that_asks_for_the_module_of_a_class_finds_torch():
+    found = []
+    fused_jvp(lambda h: (found.append(type(h).__module__), h)[1], state(3), state(3))
+    assert found[0].split(".")[0] == "torch"
 
 
 def test_dimensions_that_would_hit_the_pair_are_refused():
