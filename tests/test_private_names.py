@@ -114,6 +114,20 @@ def test_forward_mode_can_be_turned_on_inside_a_function():
     assert Once.apply(x).tolist() == [12.0]
 
 
+@rests_on("torch._C._functorch.peek_interpreter_stack")
+def test_a_transform_around_is_on_a_stack():
+    inside = []
+
+    def look(x):
+        inside.append(torch._C._functorch.peek_interpreter_stack())
+        return x.sum()
+
+    look(torch.zeros(3))
+    torch.vmap(look)(torch.zeros(2, 3))
+    torch.func.grad(look)(torch.zeros(3))
+    assert [each is None for each in inside] == [True, False, False]
+
+
 @rests_on(
     "torch.utils._pytree.tree_flatten",
     "torch.utils._pytree.tree_leaves",

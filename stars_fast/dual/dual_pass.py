@@ -17,7 +17,7 @@ from stars_fast.dual.tensor import Dual, check_history
 from stars_fast.ops.spans import masks_of_one_pass
 
 _UNKNOWN_TO_TRANSFORMS = ("setup_context", "Cannot access storage")
-"""Of torch's errors where a transform meets a custom function, or asks where a tensor lies."""
+"""Words of errors of torch, where a transform meets a custom function or asks for an address."""
 
 
 @torch._disable_dynamo  # as `torch.compiler.disable`, which loads the compiler here and now

@@ -17,7 +17,7 @@ from stars_fast.evaluation.sweep_options import SweepOptions
 from stars_fast.models.saved import ModelSource
 
 _RATES = re.compile(r"(?:^|_)(?:bits_per_byte|perplexity|bleu|chrf|ter(?:_|$)|rouge)")
-"""Of metrics that are no share of right answers, though they may lie below 1."""
+"""Names of metrics that are no share of right answers, though they may lie below 1."""
 
 PACKAGES = ("stars-fast", "torch", "transformers", "lm-eval", "math-verify", "datasets")
 
