@@ -202,6 +202,7 @@ class Pass(TorchFunctionMode):
         for ref in self._written:
             if (tensor := ref()) is not None:
                 tensor.__class__ = Tensor
+        self._written.clear()
 
     def turn(self, target: Tensor) -> bool:
         """Make Duals of a tensor that was made here and of its views; False for another tensor."""
@@ -227,10 +228,11 @@ class Pass(TorchFunctionMode):
             root.detach().fill_(torch.nan)  # this memory is not read any more: a slip shows
         for tensor in reversed(family):  # views before what they are views of
             view = _same_view(stack, tensor)
-            if any(tensor is ref() for ref in self._by_data):
-                tensor.data = view[0].detach()  # with a count of writes of its own
-            elif any(tensor is each for each in apart):
-                _become_alias(tensor, view[0].detach())
+            if any(tensor is each for each in apart):
+                if any(ref() is tensor or ref() is root for ref in self._by_data):
+                    tensor.data = view[0].detach()  # with a count of writes of its own
+                else:
+                    _become_alias(tensor, view[0].detach())
             else:
                 self._become_dual(tensor, view)
         return True

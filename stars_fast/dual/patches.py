@@ -149,8 +149,11 @@ def _recomputed_alike(generator: Callable[..., Any]) -> Callable[..., Any]:
             with recognising(recognises):
                 if running is None:
                     return fn(*args, **kwargs)
-                with surroundings(), running:
-                    return fn(*args, **kwargs)
+                try:
+                    with surroundings(), running:
+                        return fn(*args, **kwargs)
+                finally:
+                    running.release()
 
         return generator(again, *args, **kwargs)
 

@@ -59,6 +59,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten::slice.t": lambda values, *bounds: values[slice(*bounds)],
     "aten::add_.t": operator.iadd,
     "aten::append.t": _changes(list.append),
+    "aten::copy.t": list.copy,
     "aten::clear.t": list.clear,
     "aten::Delete.t": operator.delitem,
     "aten::extend.t": list.extend,

@@ -626,6 +626,47 @@ def test_a_write_that_data_hides_from_autograd_is_no_error():
     torch.testing.assert_close(found, torch.autograd.grad(block(h).sum(), weight))
 
 
+def by_parts(h):
+    values = torch.zeros(3, 8, dtype=h.dtype).data
+    values[:, :4].copy_(h)
+    return h * values[:, :4]
+
+
+def by_rows(h):
+    values = torch.zeros(3, 8, dtype=h.dtype).data
+    values[0].add_(h.sum())
+    values.view(-1)[:4] = h[0]
+    return values.sum() * h
+
+
+def kept_beside_it(h):
+    whole = torch.zeros(3, 8, dtype=h.dtype)
+    whole.data[:, :4] = h
+    return h * whole[:, :4]
+
+
+def of_data_of_data(h):
+    whole = torch.zeros(3, 4, dtype=h.dtype)
+    whole.data.data[1] = h[1].mean()
+    return h * whole
+
+
+def made_at_once(h):
+    square = torch.eye(4, dtype=h.dtype).data
+    square += h.T @ h
+    return h @ square
+
+
+@pytest.mark.parametrize(
+    "block", [by_parts, by_rows, kept_beside_it, of_data_of_data, made_at_once]
+)
+def test_what_is_filled_through_its_data(block):
+    """It is made in the block: what is written there has a tangent, and what it was cut off from
+    the values alone."""
+    h, v = numbers(3, 4), numbers(3, 4, seed=1)
+    torch.testing.assert_close(fused_jvp(block, h, v), torch.func.jvp(block, (h,), (v,)))
+
+
 @pytest.mark.parametrize(
     "make",
     [lambda weight: torch.zeros_like(weight)[1:], lambda weight: weight * 2.0],

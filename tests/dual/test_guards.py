@@ -425,6 +425,72 @@ def test_a_custom_function_without_one_is_named(forward, backward, reason):
         fused_jsrr(lambda h: cls.apply(h), state(2, 3, 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "backward",
+    [
+        lambda ctx, g: g.clamp(-1, 1),
+        lambda ctx, g: g * (1 / (g.norm() + 1e-6)).clamp(max=1),
+        lambda ctx, g: g / (g.detach().norm() + 1e-6),
+        lambda ctx, g: g + g.detach(),
+        lambda ctx, g: g.relu(),
+    ],
+    ids=["clip", "clip the norm", "over the norm", "in part", "half"],
+)
+def test_a_large_one_hides_nothing_among_its_elements(backward, dtype):
+    forward = lambda ctx, x: 2 * x  # noqa: E731
+    cls = type("Without", (torch.autograd.Function,), {"forward": forward, "backward": backward})
+    with pytest.raises(RuntimeError, match=r"Without has no `jvp`.*(not linear|a part)"):
+        fused_jvp(lambda x: cls.apply(x), *(state(128, 256, seed=i).to(dtype) for i in (3, 4)))
+
+
+class Clipped(torch.autograd.Function):
+    """With a mask of the dtype of its input."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(((x > -1) & (x < 1)).to(x.dtype))
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_mask_that_some_element_is_at_the_edge_of(dtype):
+    for seed in range(10):
+        h, v = (state(64, 64, seed=100 + 2 * seed + i).to(dtype) for i in (0, 1))
+        found = fused_jvp(lambda x: Clipped.apply(x), h, v)[1]
+        torch.testing.assert_close(found, v * (h.abs() < 1))
+
+
+def test_a_number_that_is_not_finite_goes_on():
+    h = state(3, 4)
+    h[0, 0], h[1, 1] = torch.inf, torch.nan
+    factor = torch.tensor(0.7, dtype=torch.float64)
+    out, tangent = fused_jvp(lambda x: Rooted.apply(x, factor), h, torch.ones_like(h))
+    expected = (factor * h).exp() * (h > 0)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    finite = expected.isfinite()
+    torch.testing.assert_close(tangent[finite], (factor * expected)[finite])
+
+
+def test_what_a_recomputed_region_cut_off_is_plain_again():
+    outside, kept = state(3, 4, seed=9), []
+
+    def part(x):
+        kept.append(outside.detach())
+        kept[-1].lerp_(x, 0.1)
+        return x.tanh() * x.sin()
+
+    h = state(3, 4).requires_grad_()
+    jv = fused_jvp(lambda x: checkpoint(part, x, use_reentrant=False), h, state(3, 4, seed=4))[1]
+    jv.square().sum().backward()
+    assert len(kept) > 1
+    assert all(type(each) is torch.Tensor for each in kept)
+
+
 def test_a_custom_function_without_one_in_a_checkpointed_region_is_exact():
     weight = torch.linspace(0.5, 2.0, 4, dtype=torch.float64, requires_grad=True)
     h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
