@@ -43,6 +43,10 @@ _KEEP_INPUTS = frozenset(
 _forward_mode = threading.RLock()
 
 
+_MOVES = object()
+"""Stands among the outputs of a call for one that has a tangent."""
+
+
 @dataclass(frozen=True)
 class View:
     """An output that lies in the memory of an input: of which stack, and where in its memory; None
@@ -112,7 +116,7 @@ class Call:
         if not outputs:
             raise ValueOnly
         self.outputs = [
-            None if smooth else out for out, smooth in zip(self.outputs, found, strict=True)
+            _MOVES if smooth else out for out, smooth in zip(self.outputs, found, strict=True)
         ]
         return outputs
 
@@ -211,7 +215,7 @@ class _OneOp(torch.autograd.Function):
             inputs = map(forward_ad.make_dual, primals, tangents)
             smooth = call.smooth(*inputs, *values[call.smooth_inputs :])
             pairs = [forward_ad.unpack_dual(out) for out in smooth]
-            call.outputs = [None if call.has_tangent(out) else out for out in call.outputs]
+            call.outputs = [_MOVES if call.has_tangent(out) else out for out in call.outputs]
         call.check(values, versions, pairs)
         call.views = views_of(values, primals[: call.stacks], [pair.primal for pair in pairs])
         packed = [
@@ -300,7 +304,7 @@ def run_op(op: type[torch.autograd.Function], call: Call, args: tuple, kwargs: d
         return tree_unflatten(call.outputs, call.out_spec)
     places = zip(stacks, call.arrange, call.views, strict=True)
     duals = iter([_filled(call, arrange(memory), view) for memory, arrange, view in places])
-    filled = [next(duals) if out is None else out for out in call.outputs]
+    filled = [next(duals) if out is _MOVES else out for out in call.outputs]
     call.outputs = []
     if any(view is not None and view.place is None for view in call.views):
         # A view in torch, a copy here: no later write may go through it.

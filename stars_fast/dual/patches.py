@@ -24,13 +24,14 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
 
 from stars_fast.dual.backward_twice import NoSecondDerivative, jvp_by_backward
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.running import recognising, settle_all, state
 from stars_fast.dual.scripts import call_script
-from stars_fast.dual.tensor import Dual
+from stars_fast.dual.tensor import Dual, primal_of
 
 # Functions that hand their inputs on unchanged and act only when backward comes by.
 _PASS_THROUGH = {
@@ -88,6 +89,11 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return _plain_apply(cls, *args, **kwargs)
     if name in _PASS_THROUGH:
         return _pass_through(cls, args)
+    running = state.running
+    if running is not None and torch.is_inference_mode_enabled() and not running.inference:
+        settle_all()  # torch takes no derivatives of what is computed there
+        args, kwargs = tree_map(primal_of, (args, kwargs))
+        return _plain_apply(cls, *args, **kwargs)
     report(cls.__qualname__, "fallback")
     run = functools.partial(_plain_apply, cls)
     # `Function.jvp` of the base class only raises.

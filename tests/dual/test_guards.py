@@ -457,6 +457,52 @@ class Clipped(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
+class Paired(torch.autograd.Function):
+    """With nothing, a number and integers beside its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x)
+        return x.sin(), None, 3, x.argmax()
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        return ctx.saved_tensors[0].cos() * grad
+
+
+class PairedWithJvp(Paired):
+    @staticmethod
+    def jvp(ctx, x_dot):
+        return ctx.saved_tensors[0].cos() * x_dot, None, None, None
+
+
+@pytest.mark.parametrize("cls", [Paired, PairedWithJvp])
+def test_outputs_that_are_no_tensors_stay_what_they_are(cls):
+    def block(x):
+        y, nothing, three, place = cls.apply(x)
+        assert nothing is None
+        assert three == 3
+        return y * (three + int(place))
+
+    h, v = state(3, 4), state(3, 4, seed=4)
+    factor = 3 + int(h.argmax())
+    torch.testing.assert_close(fused_jvp(block, h, v)[1], h.cos() * v * factor)
+
+
+def test_a_custom_function_in_inference_mode_is_a_constant():
+    """As are torch's own functions there."""
+
+    def block(x):
+        with torch.inference_mode():
+            factor = Rooted.apply(x, 1.0) + x.sin()
+        return x * factor.clone()
+
+    h, v = state(3, 4), state(3, 4, seed=4)
+    expected = v * (h.exp() * (h > 0) + h.sin())
+    torch.testing.assert_close(fused_jvp(block, h, v)[1], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_mask_that_some_element_is_at_the_edge_of(dtype):
     for seed in range(10):
