@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stars_fast.analysis.report.summary import number
 from stars_fast.analysis.spectrum import settled_radius
 from stars_fast.analysis.trajectory import trajectory
 from stars_fast.base.checkpoints import checkpoints
-from stars_fast.base.files import write_text
+from stars_fast.base.files import finite, write_text
 from stars_fast.base.machine import describe
 from stars_fast.base.run_folder import RunFolder
 from stars_fast.data.batches import MicroBatch, Source, micro_batch, to_device
@@ -98,7 +97,7 @@ def judge_run(folder: Path, device: torch.device, judged: Judged = USUAL) -> dic
         results = json.loads(run.results.read_text(encoding="utf-8"))
         results.pop("step")
         figures = {
-            name: {turn: number(float(value)) for turn, value in curve.items()}
+            name: {turn: finite(float(value)) for turn, value in curve.items()}
             for name, curve in results.items()
         }
     seconds = training_seconds(read_metrics(run.metrics))
@@ -170,7 +169,7 @@ def _apart(loop: Loop, batch: MicroBatch, turns: Sequence[int]) -> dict[int, flo
         one, other = block(one), block(other)
         if turn in turns:
             gap, size = (((x * real).flatten(1).norm(dim=1)) for x in (one - other, one))
-            found[turn] = number(float((gap / size).mean()))
+            found[turn] = finite(float((gap / size).mean()))
     return found
 
 
@@ -195,14 +194,14 @@ def _states(
             radius, settled = settled_radius(
                 block, h, mask=mask, tol=TOLERANCE, generator=generator
             )
-            radii["radius"][turn] = number(float(radius.mean()))
+            radii["radius"][turn] = finite(float(radius.mean()))
             radii["contracting"][turn] = float((radius < 1).double().mean())
             radii["settled"][turn] = float((settled & radius.isfinite()).double().mean())
 
     path = trajectory(block, start, deepest, mask=mask, visit=visit)
     means = {"rms": path.norm[1:], "residual": path.residual}
     sizes = {
-        name: {turn: number(float(value)) for turn, value in enumerate(values.mean(1), start=1)}
+        name: {turn: finite(float(value)) for turn, value in enumerate(values.mean(1), start=1)}
         for name, values in means.items()
     }
     return {**sizes, **radii}

@@ -8,6 +8,7 @@ a new definition does not find them.
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,11 @@ class Records:
         record = {name: _short(value) for name, value in entry.items()}
         self._known[known] = record
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = read_text(self.path) if self.path.exists() else ""
-        start = "\n" if text and not text.endswith("\n") else ""  # an editor may leave none
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(start + json.dumps({"settings": known, **record}) + "\n")
+        line = json.dumps({"settings": known, **record}) + "\n"
+        with self.path.open("ab+") as file:
+            if file.seek(0, os.SEEK_END) and file.seek(-1, os.SEEK_END) >= 0:
+                line = line if file.read(1) == b"\n" else "\n" + line  # an editor may leave none
+            file.write(line.encode())
 
 
 def _plain(value: Any) -> Any:

@@ -1,10 +1,11 @@
 """Verdict on a finding: its parts, and whether the numbers agree with them."""
 
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from stars_fast.base.files import finite
 
 _BOUNDS: dict[str, Callable[[float, float], bool]] = {
     "at least": operator.ge,
@@ -59,7 +60,7 @@ class Verdict:
         parts = [
             {
                 "what": part.what,
-                "value": part.value if math.isfinite(part.value) else None,
+                "value": finite(part.value),
                 "expected": f"{part.how} {part.bound:g}",
                 "agrees": part.agrees,
             }

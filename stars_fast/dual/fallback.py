@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from stars_fast.dual.backward_twice import NoSecondDerivative, jvp_by_backward
+from stars_fast.dual.backward_checks import NoSecondDerivative
+from stars_fast.dual.backward_twice import jvp_by_backward
 from stars_fast.dual.forward_ad import NoForwardDerivative, jvp
 from stars_fast.dual.in_place import assign, check_writable
 from stars_fast.dual.registry import LIBRARY_RULES, fallback, report

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +120,12 @@ class Call:
         ]
         return outputs
 
+    def packed(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+        """Memory of the stacks of outputs, of their primals and tangents; `arrange` makes them."""
+        packed = [pack_pair(y.detach(), y_dot.detach().to(y.dtype)) for y, y_dot in pairs]
+        self.arrange = [arrange for _, arrange in packed]
+        return tuple(memory for memory, _ in packed)
+
     def has_tangent(self, out: Any) -> bool:
         """Whether an output has a tangent, or lacks one that it should have."""
         if not is_smooth(out):
@@ -218,12 +224,7 @@ class _OneOp(torch.autograd.Function):
             call.outputs = [_MOVES if call.has_tangent(out) else out for out in call.outputs]
         call.check(values, versions, pairs)
         call.views = views_of(values, primals[: call.stacks], [pair.primal for pair in pairs])
-        packed = [
-            pack_pair(pair.primal.detach(), pair.tangent.detach().to(pair.primal.dtype))
-            for pair in pairs
-        ]
-        call.arrange = [arrange for _, arrange in packed]
-        return tuple(memory for memory, _ in packed)
+        return call.packed(pairs)
 
     @staticmethod
     @first_derivative("forward derivative")

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from stars_fast.dual.dropped import dropped
 from stars_fast.dual.forward_ad import is_smooth
 from stars_fast.dual.layout import order_of, stack_pair
+from stars_fast.dual.packing import packing_hooks
 from stars_fast.dual.registry import may_write, objects_named
 from stars_fast.dual.running import running_pass, settle_all, state
 from stars_fast.dual.tensor import Dual, is_ordinary, respond
@@ -48,10 +49,10 @@ _PURE = frozenset(
 
 # What makes a tensor of anything, tensors too.
 _OF_DATA = frozenset((torch.tensor, torch.as_tensor))
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 _count_modes = torch._C._len_torch_function_stack
-packing_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Pass(TorchFunctionMode):
@@ -153,7 +154,7 @@ class Pass(TorchFunctionMode):
         family = self._made.get(place)
         if family is not None and any(ref() is not None for ref in family):
             family.append(weakref.ref(tensor))
-            if func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+            if func == _GET_DATA:
                 self._by_data.append(weakref.ref(tensor))
         elif tensor._base is not None:
             if place in self._cut:

@@ -26,7 +26,8 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
-from stars_fast.dual.backward_twice import NoSecondDerivative, jvp_by_backward
+from stars_fast.dual.backward_checks import NoSecondDerivative
+from stars_fast.dual.backward_twice import jvp_by_backward
 from stars_fast.dual.forward_ad import jvp
 from stars_fast.dual.registry import report
 from stars_fast.dual.running import recognising, settle_all, state

@@ -444,6 +444,15 @@ def test_a_large_one_hides_nothing_among_its_elements(backward, dtype):
         fused_jvp(lambda x: cls.apply(x), *(state(128, 256, seed=i).to(dtype) for i in (3, 4)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_number_that_is_kept_moves_in_every_dtype(dtype):
+    parts = {"forward": keeping_a_number, "backward": lambda ctx, g: g / ctx.largest}
+    cls = type("Without", (torch.autograd.Function,), parts)
+    h = state(3, 4).to(dtype).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"Without has no `jvp`.*computed on the way"):
+        fused_jvp(lambda x: cls.apply(x), h, state(3, 4, seed=4).to(dtype))
+
+
 class Clipped(torch.autograd.Function):
     """With a mask of the dtype of its input."""
 

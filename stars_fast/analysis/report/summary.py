@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from stars_fast.analysis.measure import Measured
 from stars_fast.analysis.trajectory import Trajectory, convergence_turns, overflow_turns
+from stars_fast.base.files import finite
 
 GROWTH = 1.25
 """A norm that grows by more over the second half of the turns does not come to rest."""
@@ -128,13 +128,13 @@ def summarise(found: Measured, tol: float) -> Summary:
         base=base,
         turns=last,
         samples=len(own),
-        quality=(number(quality[base]), number(quality[last])),
+        quality=(finite(quality[base]), finite(quality[last])),
         quality_name="token loss" if found.accuracy is None else "accuracy",
         residual=(median(path.residual[min(base, last - 1)]), median(path.residual[-1])),
         growth=median(path.norm[-1] / path.norm[base]),
         converged=len(rest),
         convergence=median(torch.tensor(rest)),
-        spread=number(float(found.spread[-1])),
+        spread=finite(float(found.spread[-1])),
         kinds=dict(Counter(own).most_common()),
         trained=trained,
         deepest=deepest,
@@ -160,12 +160,6 @@ def quartiles(values: Tensor) -> Tensor:
     return torch.where(2 * finite.sum(1) >= values.shape[1], found, torch.nan)
 
 
-def number(value: float) -> float | None:
-    """A number for JSON: None where it is not finite."""
-    return value if math.isfinite(value) else None
-
-
 def sequence(values: Sequence[float] | Tensor) -> list:
-    """The same for all of a tensor or list, at any depth."""
-    plain = values.tolist() if isinstance(values, Tensor) else values
-    return [sequence(v) if isinstance(v, list) else number(v) for v in plain]
+    """The numbers of a tensor or list for JSON, None where one is not finite."""
+    return finite(values.tolist() if isinstance(values, Tensor) else list(values))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stars_fast.dual.pass_mode import packing_hooks
+from stars_fast.dual.packing import packing_hooks
 from stars_fast.dual.recognition.steps import (
     Step,
     check_unchanged,
