@@ -520,6 +520,24 @@ def test_a_mask_that_some_element_is_at_the_edge_of(dtype):
         torch.testing.assert_close(found, v * (h.abs() < 1))
 
 
+def test_the_backward_that_stands_for_a_derivative_runs_as_often_as_the_guide_says():
+    runs = []
+
+    def backward(ctx, grad):
+        runs.append(1)
+        return ctx.saved_tensors[0].cos() * grad
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    cls = type("Without", (torch.autograd.Function,), {"forward": forward, "backward": backward})
+    jv = fused_jvp(lambda x: cls.apply(x), state(3, 4).requires_grad_(), state(3, 4, seed=4))[1]
+    assert len(runs) == 4
+    jv.square().sum().backward()
+    assert len(runs) == 4 + 2
+
+
 def test_a_number_that_is_not_finite_goes_on():
     h = state(3, 4)
     h[0, 0], h[1, 1] = torch.inf, torch.nan
