@@ -99,9 +99,12 @@ def probe(out: Tensor, center: float = 1.5) -> Tensor:
 
 def _inner(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The real inner product over all pairs."""
-    wide = lambda x: (torch.view_as_real(x) if x.is_complex() else x).double()  # noqa: E731
-    products = [wide(a.detach()).mul(wide(b.detach())).sum() for a, b in pairs]
+    products = [_wide(a).mul(_wide(b)).sum() for a, b in pairs]
     return torch.stack(products).sum() if products else torch.zeros((), dtype=torch.float64)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return (torch.view_as_real(x.detach()) if x.is_complex() else x.detach()).double()
 
 
 def kept_numbers(

@@ -438,8 +438,8 @@ def test_a_custom_function_without_one_is_named(forward, backward, reason):
     ids=["clip", "clip the norm", "over the norm", "in part", "half"],
 )
 def test_a_large_one_hides_nothing_among_its_elements(backward, dtype):
-    forward = lambda ctx, x: 2 * x  # noqa: E731
-    cls = type("Without", (torch.autograd.Function,), {"forward": forward, "backward": backward})
+    parts = {"forward": lambda ctx, x: 2 * x, "backward": backward}
+    cls = type("Without", (torch.autograd.Function,), parts)
     with pytest.raises(RuntimeError, match=r"Without has no `jvp`.*(not linear|a part)"):
         fused_jvp(lambda x: cls.apply(x), *(state(128, 256, seed=i).to(dtype) for i in (3, 4)))
 
@@ -567,7 +567,10 @@ def test_what_a_recomputed_region_cut_off_is_plain_again():
 def test_a_custom_function_without_one_in_a_checkpointed_region_is_exact():
     weight = torch.linspace(0.5, 2.0, 4, dtype=torch.float64, requires_grad=True)
     h, v = state(3, 4).requires_grad_(), state(3, 4, seed=4)
-    part = lambda x: Weighted.apply(x.sin(), weight)[0] * weight  # noqa: E731
+
+    def part(x):
+        return Weighted.apply(x.sin(), weight)[0] * weight
+
     results = []
     for f in (part, lambda x: checkpoint(part, x, use_reentrant=False)):
         jv = fused_jvp(f, h, v)[1]
